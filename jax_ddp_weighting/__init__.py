@@ -1,0 +1,44 @@
+"""Data-parallel training in which every example counts as its weight, once.
+
+The public names below are resolved on first use (PEP 562), so that importing the package, or only
+its numpy half (`order`, `audit`, `plan`, `sampler`), never imports JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax_ddp_weighting.audit import CoverageError as CoverageError
+    from jax_ddp_weighting.audit import EpochAudit as EpochAudit
+    from jax_ddp_weighting.audit import audit_ids as audit_ids
+    from jax_ddp_weighting.order import keyed_order as keyed_order
+    from jax_ddp_weighting.order import torch_order as torch_order
+    from jax_ddp_weighting.plan import EpochPlan as EpochPlan
+    from jax_ddp_weighting.plan import Slots as Slots
+    from jax_ddp_weighting.sampler import DistributedSampler as DistributedSampler
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "order": ("torch_order", "keyed_order"),
+    "audit": ("audit_ids", "EpochAudit", "CoverageError"),
+    "plan": ("Slots", "EpochPlan"),
+    "sampler": ("DistributedSampler",),
+}
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return import_module(f"{__name__}.{name}")
+    if name in _HOME:
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_PUBLIC})
