@@ -11,11 +11,19 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.audit import CoverageError as CoverageError
     from jax_ddp_weighting.audit import EpochAudit as EpochAudit
     from jax_ddp_weighting.audit import audit_ids as audit_ids
+    from jax_ddp_weighting.mesh import data_mesh as data_mesh
+    from jax_ddp_weighting.mesh import force_cpu_devices as force_cpu_devices
     from jax_ddp_weighting.order import keyed_order as keyed_order
     from jax_ddp_weighting.order import torch_order as torch_order
     from jax_ddp_weighting.plan import EpochPlan as EpochPlan
     from jax_ddp_weighting.plan import Slots as Slots
     from jax_ddp_weighting.sampler import DistributedSampler as DistributedSampler
+    from jax_ddp_weighting.sums import WeightedSum as WeightedSum
+    from jax_ddp_weighting.sums import valid_labels as valid_labels
+    from jax_ddp_weighting.sums import weighted_sum as weighted_sum
+    from jax_ddp_weighting.weighting import GlobalLoss as GlobalLoss
+    from jax_ddp_weighting.weighting import rank_share as rank_share
+    from jax_ddp_weighting.weighting import value_and_grad as value_and_grad
 
 __version__ = "0.1.0"
 
@@ -24,6 +32,9 @@ _PUBLIC = {
     "audit": ("audit_ids", "EpochAudit", "CoverageError"),
     "plan": ("Slots", "EpochPlan"),
     "sampler": ("DistributedSampler",),
+    "mesh": ("force_cpu_devices", "data_mesh"),
+    "sums": ("WeightedSum", "weighted_sum", "valid_labels"),
+    "weighting": ("GlobalLoss", "value_and_grad", "rank_share"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
