@@ -11,16 +11,21 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.audit import CoverageError as CoverageError
     from jax_ddp_weighting.audit import EpochAudit as EpochAudit
     from jax_ddp_weighting.audit import audit_ids as audit_ids
+    from jax_ddp_weighting.feed import Batch as Batch
+    from jax_ddp_weighting.feed import batches as batches
     from jax_ddp_weighting.mesh import data_mesh as data_mesh
     from jax_ddp_weighting.mesh import force_cpu_devices as force_cpu_devices
     from jax_ddp_weighting.order import keyed_order as keyed_order
     from jax_ddp_weighting.order import torch_order as torch_order
+    from jax_ddp_weighting.parity import ParityError as ParityError
+    from jax_ddp_weighting.parity import check_gradients as check_gradients
     from jax_ddp_weighting.plan import EpochPlan as EpochPlan
     from jax_ddp_weighting.plan import Slots as Slots
     from jax_ddp_weighting.sampler import DistributedSampler as DistributedSampler
     from jax_ddp_weighting.sums import WeightedSum as WeightedSum
     from jax_ddp_weighting.sums import valid_labels as valid_labels
     from jax_ddp_weighting.sums import weighted_sum as weighted_sum
+    from jax_ddp_weighting.train import make_train_step as make_train_step
     from jax_ddp_weighting.weighting import GlobalLoss as GlobalLoss
     from jax_ddp_weighting.weighting import rank_share as rank_share
     from jax_ddp_weighting.weighting import value_and_grad as value_and_grad
@@ -35,6 +40,9 @@ _PUBLIC = {
     "mesh": ("force_cpu_devices", "data_mesh"),
     "sums": ("WeightedSum", "weighted_sum", "valid_labels"),
     "weighting": ("GlobalLoss", "value_and_grad", "rank_share"),
+    "feed": ("Batch", "batches"),
+    "train": ("make_train_step",),
+    "parity": ("check_gradients", "ParityError"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 AxisName = str | tuple[str, ...]
@@ -104,7 +104,7 @@ def data_mesh(
     )
 
 
-def num_ranks(mesh: Mesh, axis_name: AxisName, *, caller: str) -> int:
+def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) -> int:
     """How many ranks the mesh's data axis holds; `caller` speaks in the error.
 
     Raises:
@@ -206,13 +206,17 @@ def _names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def over_ranks(
-    fn: Callable[..., Any], mesh: Mesh, *, axis_name: AxisName = "data", engine: str = "shard_map"
+    fn: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    *,
+    axis_name: AxisName = "data",
+    engine: str = "shard_map",
 ) -> Callable[[PyTree, PyTree], PyTree]:
     """`fn(replicated, rows)`, run once per rank on the rank's own rows, in the chosen regime.
 
     Args:
         fn: what each rank runs; its result must be the same on every rank, reduced by `fn` itself.
-        mesh: a mesh with the axis. `vmap` uses its size only.
+        mesh: a mesh with the axis; `vmap` uses its size only, so an abstract one will do.
         axis_name: the data axis.
         engine: one of `ENGINES`. Under `"jit"`, `fn` sees all rows at once and no axis.
 
@@ -232,7 +236,7 @@ def over_ranks(
             axis_names=set(_names(axis_name)),
             check_vma=engine == "shard_map",
         )
-    if engine == "pmap":
+    if engine == "pmap" and isinstance(mesh, Mesh):
         mapped = jax.pmap(
             fn, axis_name, in_axes=(None, 0), out_axes=None, devices=list(mesh.devices.flat)
         )

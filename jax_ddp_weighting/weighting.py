@@ -156,7 +156,7 @@ def value_and_grad(
                 args += (rng if microbatches == 1 else jax.random.fold_in(rng, k),)
             out = loss_fn(params, *args)
             sums, aux = _unpacked(out) if has_aux else (out, None)
-            sums = _named(sums, coefficients)
+            sums = named_terms(sums, coefficients)
             totals = {name: jnp.asarray(each.total) for name, each in sums.items()}
             weights = {name: jnp.asarray(each.weight) for name, each in sums.items()}
             return totals, (weights, aux)
@@ -269,7 +269,8 @@ def _unpacked(out: Any) -> tuple[Any, Any]:
     return out
 
 
-def _named(sums: Any, coefficients: Mapping[str, Any] | None) -> dict[str, WeightedSum]:
+def named_terms(sums: Any, coefficients: Mapping[str, Any] | None) -> dict[str, WeightedSum]:
+    """What a loss function returned, as terms by name, each of which has a coefficient."""
     if isinstance(sums, WeightedSum):
         named = {"loss": sums}
         if coefficients is not None and set(coefficients) != {"loss"}:
