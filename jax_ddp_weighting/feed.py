@@ -56,8 +56,8 @@ class Batch:
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
         if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
             raise ValueError(
-                f"Batch.of: data must be arrays with one leading axis of rows, got shapes {shapes}. "
-                "Give every leaf the same number of rows."
+                "Batch.of: data must be arrays with one leading axis of rows, got shapes "
+                f"{shapes}. Give every leaf the same number of rows."
             )
         rows = shapes[0][0]
         weights = np.ones(rows, np.int32) if weights is None else _array(weights)
@@ -72,8 +72,8 @@ class Batch:
             bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
             if bad.size:
                 raise ValueError(
-                    f"Batch.of: weights must be finite and at least 0, got {weights[bad[0]]} at row "
-                    f"{bad[0]}. A row that is not to count weighs 0."
+                    "Batch.of: weights must be finite and at least 0, got "
+                    f"{weights[bad[0]]} at row {bad[0]}. A row that is not to count weighs 0."
                 )
         return cls(data, ids, weights)
 
@@ -92,7 +92,7 @@ def batches(
     prefetch: int = 2,
     axis_name: AxisName = "data",
 ) -> Iterator[Batch]:
-    """An epoch of a plan as global device batches of one shape, rank `r`'s rows on rank `r`'s device.
+    """An epoch of a plan as global device batches of one shape, each rank's rows on its device.
 
     The rule: every step is full, short ones are filled with rows of weight 0, and each process
     fetches its own ranks' ids only. A thread fetches ahead of the step that is running.
@@ -155,11 +155,16 @@ def batches(
             raise
         return _global_batch(slots, data, sharding, local, ranks)
 
-    steps = range(start_step, plan.steps_per_epoch)
-    return _ahead(make, steps, prefetch) if prefetch else map(make, steps)
+    return _ahead(make, range(start_step, plan.steps_per_epoch), prefetch)
 
 
 def _ahead(make: Callable[[int], Batch], steps: range, prefetch: int) -> Iterator[Batch]:
+    # A generator, since it turns a StopIteration out of `make` into an error, where `map` would
+    # take it for the end of the epoch.
+    if not prefetch:
+        for step in steps:
+            yield make(step)
+        return
     waiting: deque[Future[Batch]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
         try:

@@ -142,7 +142,8 @@ def placed(tree: T, sharding: NamedSharding) -> T:
         current = getattr(leaf, "sharding", None)
         if isinstance(current, NamedSharding) and current.mesh == sharding.mesh:
             return leaf
-        return jax.device_put(leaf, sharding)
+        # a copy, so that donating the placed tree leaves the caller's own arrays alone
+        return jax.device_put(leaf, sharding, may_alias=False)
 
     return jax.tree.map(place, tree)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
@@ -27,7 +26,15 @@ _RTOL = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 class ParityError(AssertionError):
-    """A gradient over several ranks is not the gradient of one device that holds the whole batch."""
+    """A gradient over several ranks differs from that of one device that holds the whole batch.
+
+    Attributes:
+        report: the `ParityReport` of every comparison made.
+    """
+
+    def __init__(self, message: str, report: "ParityReport") -> None:
+        super().__init__(message)
+        self.report = report
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class ParityReport:
             )
         if len(wrong) > 10:
             lines.append(f"  and {len(wrong) - 10} more")
-        raise ParityError("\n".join(lines))
+        raise ParityError("\n".join(lines), self)
 
 
 MakeGradient = Callable[..., Callable[..., tuple[Any, PyTree]]]
@@ -109,7 +116,7 @@ def check_gradients(
     rtol: float | None = None,
     gradient: MakeGradient = value_and_grad,
 ) -> ParityReport:
-    """Compares every parameter's gradient, and the loss, with one device that holds the whole batch.
+    """Compares the loss and every gradient with one device that holds the whole batch.
 
     The rule: the batch's rows are dealt to the ranks as each split says, filled up with rows of
     weight 0, and the gradient must not change.
@@ -139,7 +146,7 @@ def check_gradients(
         ...     return weighted_sum((w - batch.data) ** 2, batch.weights)
         >>> batch = Batch.of(np.float32([0.0, 1.0, 2.0, 5.0]))
         >>> report = check_gradients(
-        ...     loss_fn, jnp.float32(3.0), batch, [(3, 1), (4, 0)], engines=["jit", "vmap"]
+        ...     loss_fn, np.float32(3.0), batch, [(3, 1), (4, 0)], engines=["jit", "vmap"]
         ... )
         >>> report.worst.difference < 1e-6
         True

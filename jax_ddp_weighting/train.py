@@ -98,6 +98,8 @@ def make_train_step(
             '"shard_map" is the default.'
         )
     ranks = meshes.num_ranks(mesh, axis_name, caller="make_train_step")
+    if engine == "pmap":  # pmap's own arrays have axes of type Auto
+        mesh = Mesh(mesh.devices, mesh.axis_names)
     mapped_axis = None if engine == "jit" else axis_name
     factors = {**(coefficients or {"loss": 1.0}), _ACCEPTED: 0.0}
     gradient = value_and_grad(

@@ -122,3 +122,132 @@ def test_a_padded_row_of_nan_loss_leaves_value_and_gradient_alone():
     value, gradient = jax.value_and_grad(mean)(losses)
     assert value == 2.0
     np.testing.assert_array_equal(gradient, [1.0, 0.0, 0.0])
+
+
+def test_ten_other_conventions_differ_from_the_right_one_on_the_probe():
+    values = CASES["probe W=2 GA=3 (separates xW from xGA)"]["values"]
+    right = values["right"]
+    others = {
+        name: v for name, v in values.items() if isinstance(v, str) and name not in ("N", "S")
+    }
+    assert sum(value != right for value in others.values()) == len(others) - 1
+
+
+def test_gradients_keep_the_dtypes_of_parameters():
+    def loss_fn(params, x):
+        return weighted_sum((x * params["a"]).astype(jnp.float32) * params["b"])
+
+    params = {"a": jnp.bfloat16(2), "b": jnp.float32(3)}
+    _, gradients = value_and_grad(loss_fn, microbatches=4)(params, jnp.ones(8))
+    assert jax.tree.map(lambda g: g.dtype, gradients) == {"a": jnp.bfloat16, "b": jnp.float32}
+
+
+def test_small_gradients_add_up_in_bfloat16_parameters():
+    # 512 microbatches of 1/512 each: a bfloat16 accumulator stops at a quarter of them
+    _, gradient = value_and_grad(lambda w, x: weighted_sum(x * w), microbatches=512)(
+        jnp.bfloat16(1), jnp.ones(512, jnp.bfloat16)
+    )
+    assert float(gradient) == 1.0
+    naive = jnp.bfloat16(0)
+    for _ in range(512):
+        naive = naive + jnp.bfloat16(1 / 512)
+    assert float(naive) < 0.6
+
+
+def test_aux_comes_back_whole_or_stacked_over_microbatches():
+    def loss_fn(w, x):
+        return weighted_sum(x * w), {"first": x[0]}
+
+    (loss, aux), _ = value_and_grad(loss_fn, has_aux=True)(2.0, jnp.arange(4.0))
+    assert (loss.value, aux["first"]) == (3.0, 0.0)
+    (loss, aux), _ = value_and_grad(loss_fn, has_aux=True, microbatches=2)(2.0, jnp.arange(4.0))
+    assert loss.value == 3.0
+    np.testing.assert_array_equal(aux["first"], [0.0, 1.0])
+
+
+def test_a_dict_of_terms_takes_its_coefficients():
+    def loss_fn(w, x):
+        return {"a": weighted_sum(w * x), "b": weighted_sum(w * x[:1] * 10)}
+
+    loss, gradient = value_and_grad(loss_fn, coefficients={"a": 1.0, "b": 0.5})(
+        2.0, jnp.arange(1, 4.0)
+    )
+    assert loss.value == 2 * 2 + 0.5 * 20
+    assert gradient == 2 + 0.5 * 10
+    assert {name: float(term.weight) for name, term in loss.terms.items()} == {"a": 3, "b": 1}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options", "error", "message"),
+    [
+        (
+            lambda w, x: jnp.mean(w * x),
+            {},
+            TypeError,
+            r"must return a WeightedSum or a dict of them, got float32\[\]. Return weighted_sum\(",
+        ),
+        (lambda w, x: {"a": jnp.mean(x)}, {}, TypeError, r"got a dict of float32\[\]"),
+        (
+            lambda w, x: {"a": weighted_sum(w * x)},
+            {},
+            ValueError,
+            r"coefficients must name every term of loss_fn, got none for terms \['a'\]. Give each "
+            r"term its factor: coefficients=\{'a': 1.0\}.",
+        ),
+        (
+            lambda w, x: {"a": weighted_sum(w * x)},
+            {"coefficients": {"a": 1.0, "b": 1.0}},
+            ValueError,
+            r"got \['a', 'b'\] for terms \['a'\]",
+        ),
+        (
+            lambda w, x: weighted_sum(w * x),
+            {"coefficients": {"a": 1.0}},
+            ValueError,
+            r"got \['a'\] for one unnamed WeightedSum",
+        ),
+        (
+            lambda w, x: WeightedSum(w * x, x),
+            {},
+            ValueError,
+            r"must return scalar sums, got total \(4,\) and weight \(4,\) for term 'loss'",
+        ),
+        (
+            lambda w, x: weighted_sum(w * x),
+            {"has_aux": True},
+            TypeError,
+            r"must return \(sums, aux\) when has_aux=True, got WeightedSum",
+        ),
+        (
+            lambda w, x: weighted_sum(w * x),
+            {"microbatches": 3},
+            ValueError,
+            r"microbatches must divide the rows of every leaf of batch, got 3 microbatches and "
+            r"shape \(4,\) at batch",
+        ),
+        (
+            lambda w, x: weighted_sum(w * x),
+            {"axis_name": "data"},
+            ValueError,
+            r"value_and_grad: axis_name must be an axis mapped here, got 'data'",
+        ),
+    ],
+)
+def test_loss_functions_that_cannot_be_weighed_are_named(loss_fn, options, error, message):
+    with pytest.raises(error, match=message):
+        jax.jit(value_and_grad(loss_fn, **options))(1.0, jnp.ones(4))
+
+
+def test_microbatches_below_one_are_refused_at_once():
+    with pytest.raises(ValueError, match="microbatches must be at least 1, got 0"):
+        value_and_grad(linear_loss, microbatches=0)
+
+
+def test_integer_parameters_are_refused():
+    with pytest.raises(TypeError, match=r"floating point, got int32 at params\['steps'\]"):
+        value_and_grad(linear_loss)({"steps": jnp.int32(1)}, (jnp.ones(2), jnp.ones(2)))
+
+
+def test_an_unmapped_axis_is_named_by_rank_share():
+    with pytest.raises(ValueError, match="rank_share: axis_name must be an axis mapped here"):
+        rank_share(WeightedSum(1.0, 1), "data")

@@ -1,0 +1,45 @@
+# Two commands matter: `make demo` and `make test`. Each makes .venv and installs what it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-torch lint types format clean
+
+demo: $(VENV)/.installed-examples
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+# The recorded values of the base suite, compared with live torch.
+test-torch: $(VENV)/.installed-torch
+	$(BIN)/python -m pytest tests/torch
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-test
+	$(BIN)/pyright
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: Python 3.11 or newer is needed. Name it: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by version, so that pip never takes another build for a looser range
+$(VENV)/.installed-torch: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e '.[torch,grain]'
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e '.[$*]'
+	@touch $@

@@ -1,0 +1,56 @@
+"""Whatever the documentation prints is what the code does."""
+
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jax_ddp_weighting
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted(path.stem for path in (ROOT / "jax_ddp_weighting").glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples_run(module):
+    loaded = importlib.import_module(f"jax_ddp_weighting.{module}")
+    result = doctest.testmod(loaded, optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+def test_the_docstring_check_can_fail():
+    wrong = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, None)
+    assert doctest.DocTestRunner(verbose=False).run(wrong, out=lambda text: None).failed == 1
+
+
+def test_public_functions_show_an_example():
+    for name in jax_ddp_weighting.__all__:
+        value = getattr(jax_ddp_weighting, name)
+        if callable(value) and not (isinstance(value, type) and issubclass(value, Exception)):
+            assert ">>>" in value.__doc__ or name in WITHOUT_EXAMPLE, name
+
+
+WITHOUT_EXAMPLE = {"GlobalLoss", "Batch"}  # shown by the functions that make them
+
+
+def readme_programs() -> list[tuple[str, str]]:
+    """Each python block of the README, with the text block right after it as its output."""
+    text = (ROOT / "README.md").read_text()
+    pattern = r"```python\n(.*?)```\n(?:\s*```text\n(.*?)```)?"
+    return [(code, output) for code, output in re.findall(pattern, text, flags=re.DOTALL)]
+
+
+@pytest.mark.parametrize(("code", "output"), readme_programs())
+def test_readme_programs_print_what_the_readme_shows(code, output):
+    # in a process of its own: a program sets its own device count
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == output
+
+
+def test_the_readme_has_a_program():
+    assert readme_programs()

@@ -1,0 +1,135 @@
+"""Batches on the mesh: the plan's rows, each on its rank's device, errors at their own step."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+import regimes
+
+from jax_ddp_weighting import Batch, EpochPlan, batches, data_mesh
+
+PIXELS = np.arange(47, dtype=np.float32) * 10
+
+
+def fetch(ids):
+    return {"pixels": PIXELS[ids], "id": ids.astype(np.int32)}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 7])
+@pytest.mark.parametrize("tail", ["mask", "repeat", "drop"])
+def test_batches_are_the_plans_slots_with_their_data(tail, prefetch):
+    plan = EpochPlan(47, num_replicas=3, batch_size=4, seed=5, tail=tail)
+    found = list(batches(plan, 2, fetch, data_mesh(3), prefetch=prefetch))
+    assert len(found) == plan.steps_per_epoch
+    for step, batch in enumerate(found):
+        slots = plan.batch(2, step)
+        np.testing.assert_array_equal(np.asarray(batch.ids).reshape(3, 4), slots.ids)
+        np.testing.assert_array_equal(np.asarray(batch.weights).reshape(3, 4), slots.weights)
+        np.testing.assert_array_equal(batch.data["id"], batch.ids)
+        np.testing.assert_array_equal(batch.data["pixels"], PIXELS[np.asarray(batch.ids)])
+
+
+def test_rank_r_reads_on_the_rth_device_of_the_axis():
+    plan = EpochPlan(47, num_replicas=4, batch_size=2)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4])[::-1], ("data",))
+    batch = next(batches(plan, 0, fetch, mesh))
+    for shard in batch.ids.addressable_shards:
+        rank = list(mesh.devices).index(shard.device)
+        np.testing.assert_array_equal(shard.data, plan.batch(0, 0).ids[rank])
+
+
+def test_over_a_second_axis_the_rows_are_replicated():
+    plan = EpochPlan(47, num_replicas=2, batch_size=2)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    batch = next(batches(plan, 0, fetch, mesh))
+    assert len(batch.ids.addressable_shards) == 4
+    np.testing.assert_array_equal(np.asarray(batch.ids).reshape(2, 2), plan.batch(0, 0).ids)
+
+
+def test_a_resumed_epoch_goes_on_where_it_stopped():
+    plan = EpochPlan(47, num_replicas=3, batch_size=4)
+    whole = [np.asarray(b.ids) for b in batches(plan, 1, fetch, data_mesh(3))]
+    rest = [np.asarray(b.ids) for b in batches(plan, 1, fetch, data_mesh(3), start_step=2)]
+    np.testing.assert_array_equal(whole[2:], rest)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("error", [OSError, StopIteration])
+def test_an_error_in_fetch_surfaces_at_its_own_step(error, prefetch):
+    plan = EpochPlan(48, num_replicas=2, batch_size=4, shuffle=False)
+
+    def failing(ids):
+        if 24 in ids:  # the first id of step 3
+            raise error("disk")
+        return fetch(ids)
+
+    stream = batches(plan, 0, failing, data_mesh(2), prefetch=prefetch)
+    for _ in range(3):
+        next(stream)
+    # StopIteration must not pass for the end of the epoch
+    with pytest.raises((OSError, RuntimeError), match=r"disk|StopIteration") as caught:
+        next(stream)
+    cause = caught.value if error is OSError else caught.value.__cause__
+    assert cause.__notes__ == ["batches: fetch failed at epoch 0, step 3."]
+
+
+def test_an_epoch_left_early_leaves_no_thread_behind():
+    plan = EpochPlan(47, num_replicas=2, batch_size=2)
+    stream = batches(plan, 0, fetch, data_mesh(2))
+    next(stream)
+    stream.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("batches"):
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": EpochPlan(9, 2, 2)}, r"plan must have as many ranks as the mesh's 'data' axis"),
+        ({"start_step": 5}, r"start_step must be in \[0, 4\], got 5"),
+        ({"prefetch": -1}, r"prefetch must be at least 0, got -1"),
+        ({"axis_name": "batch"}, r"mesh must have the axis 'batch', got axes \('data',\)"),
+        ({"plan": EpochPlan(2**31 + 1, 3, 4)}, r"ids of at most 32 bits while x64 is off"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_first_batch(change, message):
+    arguments = {"plan": EpochPlan(47, 3, 4), "start_step": 0, "prefetch": 2, "axis_name": "data"}
+    arguments |= change
+    with pytest.raises(ValueError, match=message):
+        batches(arguments.pop("plan"), 0, fetch, data_mesh(3), **arguments)
+
+
+def test_a_fetch_that_returns_too_few_rows_is_refused():
+    plan = EpochPlan(47, num_replicas=3, batch_size=4)
+    with pytest.raises(ValueError, match=r"one row per id, got shape \(11,\) at data for 12 ids"):
+        next(batches(plan, 0, lambda ids: PIXELS[ids[1:]], data_mesh(3)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weights": np.ones(2)}, r"weights must have one entry per row, got shape \(2,\) for 3"),
+        ({"weights": np.array([1, -0.5, 1])}, r"finite and at least 0, got -0.5 at row 1"),
+        ({"weights": np.array([1, 1, np.nan])}, r"finite and at least 0, got nan at row 2"),
+        ({"ids": np.arange(4)}, r"ids must have one entry per row, got shape \(4,\) for 3"),
+    ],
+)
+def test_a_batch_by_hand_is_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Batch.of(np.zeros((3, 2)), **arguments)
+
+
+def test_leaves_of_different_lengths_are_no_batch():
+    with pytest.raises(ValueError, match=r"one leading axis of rows, got shapes"):
+        Batch.of({"x": np.zeros(3), "y": np.zeros(2)})
+
+
+@pytest.mark.parametrize("regime", ["shard_map", "shard_map_explicit"])
+def test_batches_lie_on_meshes_of_both_axis_types(regime):
+    plan = EpochPlan(47, num_replicas=2, batch_size=2)
+    mesh = regimes.make_mesh(regime, 2)
+    batch = next(batches(plan, 0, fetch, mesh))
+    assert batch.ids.sharding.mesh == mesh

@@ -1,0 +1,196 @@
+"""The seed's own cases, for every parameter's gradient, before any step, in every regime."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jax_ddp_weighting import (
+    Batch,
+    EpochPlan,
+    GlobalLoss,
+    ParityError,
+    check_gradients,
+    value_and_grad,
+    weighted_sum,
+)
+from jax_ddp_weighting.parity import ALL
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.tanh(nn.Dense(5)(x)))
+
+
+NETWORK = Network()
+X = np.random.default_rng(1).normal(size=(47, 4))
+Y = np.random.default_rng(2).normal(size=(47, 3))
+
+
+def loss_fn(params, batch):
+    x, y = batch.data
+    return weighted_sum(jnp.sum((NETWORK.apply(params, x) - y) ** 2, axis=-1), batch.weights)
+
+
+def network_params(dtype=np.float32):
+    params = NETWORK.init(jax.random.key(0), jnp.asarray(X[:1]))
+    return jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
+
+
+def batch_of(ids, weights=None):
+    return Batch.of((X[ids], Y[ids]), weights, ids)
+
+
+def wrong(loss_of_rank):
+    """A way to take gradients that is wrong on purpose, called as `value_and_grad` is."""
+
+    def make(loss_fn, *, axis_name, microbatches, coefficients):
+        def fn(params, batch):
+            local = jax.tree.map(lambda p: lax.pcast(p, axis_name, to="varying"), params)
+            value, grads = jax.value_and_grad(lambda p: loss_of_rank(loss_fn(p, batch)))(local)
+            return GlobalLoss(lax.pmean(value, axis_name), {}), lax.pmean(grads, axis_name)
+
+        return fn
+
+    return make
+
+
+local_mean = wrong(lambda local: local.mean())
+SPLITS = {
+    "four examples as 3 + 1": (range(4), [(3, 1)]),
+    "four examples as 4 + 0": (range(4), [(4, 0)]),
+    "ranks of 2, 1, 1 and no rows": (range(4), [(2, 1, 1, 0)]),
+}
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("name", SPLITS)
+def test_splits_of_one_batch_give_one_gradient_in_float64(name, microbatches):
+    ids, splits = SPLITS[name]
+    with jax.enable_x64(True):
+        report = check_gradients(
+            loss_fn,
+            network_params(float),
+            batch_of(np.array(ids)),
+            splits,
+            microbatches=microbatches,
+        )
+    # the loss and four leaves in each regime, none of them skipped
+    assert len(report.differences) == 5 * len(ALL)
+    assert {each.rtol for each in report.differences} == {1e-12}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_mean_of_local_means_fails_that_check(name):
+    ids, splits = SPLITS[name]
+    with pytest.raises(ParityError, match=r"of \d+ gradient leaves differ at rtol=1e-05"):
+        check_gradients(
+            loss_fn,
+            network_params(),
+            batch_of(np.array(ids)),
+            splits,
+            engines=["shard_map"],
+            gradient=local_mean,
+        )
+
+
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_a_short_final_step_and_the_next_epochs_have_one_devices_gradients(epoch):
+    plan = EpochPlan(47, num_replicas=3, batch_size=4, seed=7)
+    last = plan.steps_per_epoch - 1
+    slots = plan.batch(epoch, last)
+    split = tuple(slots.weights.sum(axis=1).tolist())
+    assert split == (4, 4, 3)
+    with jax.enable_x64(True):
+        order = np.concatenate(
+            [ids[w > 0] for ids, w in zip(slots.ids, slots.weights, strict=True)]
+        )
+        check_gradients(loss_fn, network_params(), batch_of(order), [split], microbatches=2)
+
+
+def test_an_epoch_change_changes_the_batch_that_is_proved():
+    plan = EpochPlan(47, num_replicas=3, batch_size=4, seed=7)
+    assert not np.array_equal(plan.batch(2, 3).ids, plan.batch(3, 3).ids)
+
+
+def test_float32_stays_within_its_own_tolerance():
+    report = check_gradients(loss_fn, network_params(), batch_of(np.arange(7)), [(4, 1, 2), (7, 0)])
+    assert report.worst.difference <= 1e-5
+
+
+def test_fractional_and_zero_weights_are_part_of_the_proof():
+    weights = np.array([0.25, 0.0, 3.0, 1.0, 0.5])
+    with jax.enable_x64(True):
+        check_gradients(
+            loss_fn, network_params(), batch_of(np.arange(5), weights), [(3, 2), (1, 4)]
+        )
+
+
+def summed(loss_fn, *, axis_name, microbatches, coefficients):
+    """The textbook rule in default shard_map, where JAX has summed the gradient already."""
+
+    def fn(params, batch):
+        def share(params):
+            local = loss_fn(params, batch)
+            return local.total * lax.axis_size(axis_name) / lax.psum(local.weight, axis_name)
+
+        value, grads = jax.value_and_grad(share)(params)
+        return GlobalLoss(lax.pmean(value, axis_name), {}), lax.pmean(grads, axis_name)
+
+    return fn
+
+
+def test_a_constant_ratio_is_explained():
+    message = (
+        r"4 of 5 gradient leaves differ at rtol=1e-05; worst params\['params'\].* "
+        r"\([\d, ]+\): ratio 2.000 on 2 ranks. A ratio equal to the number of ranks means the "
+        r"gradient was summed twice."
+    )
+    arguments = (loss_fn, network_params(), batch_of(np.arange(4)), [(3, 1)])
+    with pytest.raises(ParityError, match=message) as caught:
+        check_gradients(*arguments, engines=["shard_map"], gradient=summed)
+    assert caught.value.report.worst.ratio == pytest.approx(2.0)
+    # and the same spelling is right without the check
+    check_gradients(*arguments, engines=["shard_map_unchecked", "pmap", "vmap"], gradient=summed)
+
+
+def test_a_gradient_of_nan_is_a_difference():
+    def poisoned(loss_fn, **options):
+        right = value_and_grad(loss_fn, **options)
+
+        def fn(params, batch):
+            loss, grads = right(params, batch)
+            return loss, jax.tree.map(lambda g: g * jnp.nan, grads)
+
+        return fn
+
+    with pytest.raises(ParityError, match="4 of 5 gradient leaves differ"):
+        check_gradients(
+            loss_fn,
+            network_params(),
+            batch_of(np.arange(4)),
+            [(3, 1)],
+            engines=["jit"],
+            gradient=poisoned,
+        )
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ([(3, 2)], r"splits must deal out all 4 rows, got \(3, 2\), which deals out 5"),
+        ([(5, -1)], r"splits must deal out all 4 rows, got \(5, -1\)"),
+        ([(1,) * 4 + (0,) * 5], r"9 devices wanted on cpu, 8 found"),
+    ],
+)
+def test_splits_that_cannot_be_are_refused(splits, message):
+    with pytest.raises(ValueError, match=message):
+        check_gradients(loss_fn, network_params(), batch_of(np.arange(4)), splits)
+
+
+def test_data_without_weights_are_refused():
+    with pytest.raises(TypeError, match="batch must be a Batch, got tuple"):
+        check_gradients(loss_fn, network_params(), (X, Y), [(3, 1)])
