@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 
 import jax_ddp_weighting as jdw
 
-EPOCHS = 12
+EPOCHS = 30
 ROWS_PER_RANK = 51  # over 4 ranks: 7 full steps of 204 rows, then one of 3 + 2 + 2 + 2
 TRAIN, TEST = 1437, 360
 
@@ -78,7 +78,8 @@ def main():
     plan = jdw.EpochPlan(TRAIN, num_replicas=ranks, batch_size=ROWS_PER_RANK)
     step = jdw.make_train_step(loss_fn, mesh)
     params = model.init(jax.random.key(0), jnp.zeros((1, 64)))
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-2))
+    schedule = optax.cosine_decay_schedule(5e-3, EPOCHS * plan.steps_per_epoch)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(schedule))
 
     previous = None
     with Progress(transient=True) as progress:
@@ -129,7 +130,7 @@ def main():
         naive = error.report.worst.difference
     print(
         f"parity: on a last step of {' + '.join(map(str, split))} rows the gradient of {ranks} "
-        f"devices is within {ours:.1e} of one device's; the mean of local means is {naive:.1e} off"
+        f"devices is within {ours:.1e} of one device's; the mean of local means is {naive:.0%} off"
     )
 
 

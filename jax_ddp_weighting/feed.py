@@ -120,7 +120,7 @@ def batches(
     Example:
         >>> plan = EpochPlan(5, num_replicas=1, batch_size=2, shuffle=False)
         >>> images = np.arange(5.0) * 10
-        >>> for batch in batches(plan, 0, lambda ids: images[ids], meshes.data_mesh(1)):
+        >>> for batch in batches(plan, 0, lambda ids: images[ids], data_mesh(1)):
         ...     print(batch.data.tolist(), batch.weights.tolist())
         [0.0, 10.0] [1, 1]
         [20.0, 30.0] [1, 1]
@@ -190,7 +190,7 @@ def _global_batch(
     first_row = {rank * width: place * width for place, rank in enumerate(local)}
 
     def globally(leaf: np.ndarray) -> jax.Array:
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             first = first_row[index[0].start or 0]
             return leaf[first : first + width]
 

@@ -83,7 +83,7 @@ def make_train_step(
         >>> from flax.training.train_state import TrainState
         >>> def loss_fn(params, batch):
         ...     return weighted_sum((params["w"] - batch.data) ** 2, batch.weights)
-        >>> step = make_train_step(loss_fn, meshes.data_mesh(1))
+        >>> step = make_train_step(loss_fn, data_mesh(1))
         >>> state = TrainState.create(
         ...     apply_fn=None, params={"w": jnp.float32(0)}, tx=optax.sgd(0.5)
         ... )

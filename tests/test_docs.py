@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_ddp_weighting
@@ -14,11 +17,15 @@ import jax_ddp_weighting
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(path.stem for path in (ROOT / "jax_ddp_weighting").glob("[a-z]*.py"))
 
+# What every example may use without importing it.
+NAMES = {name: getattr(jax_ddp_weighting, name) for name in jax_ddp_weighting.__all__}
+NAMES |= {"jax": jax, "jnp": jnp, "np": np, "jdw": jax_ddp_weighting}
+
 
 @pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples_run(module):
     loaded = importlib.import_module(f"jax_ddp_weighting.{module}")
-    result = doctest.testmod(loaded, optionflags=doctest.ELLIPSIS)
+    result = doctest.testmod(loaded, extraglobs=NAMES, optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
 
 
@@ -34,7 +41,7 @@ def test_public_functions_show_an_example():
             assert ">>>" in value.__doc__ or name in WITHOUT_EXAMPLE, name
 
 
-WITHOUT_EXAMPLE = {"GlobalLoss", "Batch"}  # shown by the functions that make them
+WITHOUT_EXAMPLE = {"Batch", "EpochAudit", "GlobalLoss", "Slots"}  # shown by what makes them
 
 
 def readme_programs() -> list[tuple[str, str]]:

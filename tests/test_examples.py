@@ -1,0 +1,40 @@
+"""The examples run as a user runs them, and print what the README says of them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(name: str) -> str:
+    # in a process of its own: an example chooses its own devices
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / name)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_digits_counts_every_image_once_and_proves_its_gradient():
+    out = run("digits.py")
+    epochs = re.findall(
+        r"accepted (\d+)  duplicated (\d+)  omitted (\d+)  order changed: (\w+)", out
+    )
+    assert epochs[0] == ("1437", "0", "0", "first")
+    assert set(epochs[1:]) == {("1437", "0", "0", "True")}
+    right, counted = re.search(r"accuracy: 0\.\d+ = (\d+) of (\d+) test ids", out).groups()
+    assert counted == "360"
+    assert int(right) >= 330
+    split, ours, naive = re.search(
+        r"a last step of ([\d +]+) rows .* within (\S+) of one device's; .* is (\d+)% off", out
+    ).groups()
+    assert split == "3 + 2 + 2 + 2"
+    assert float(ours) < 1e-5
+    shown = re.search(
+        r"last step of 3 \+ 2 \+ 2 \+ 2 digits, .* about\s(\d+) % off", README, re.DOTALL
+    )
+    assert abs(int(naive) - int(shown.group(1))) <= 2
+
+
+README = (ROOT / "README.md").read_text()
