@@ -1,0 +1,20 @@
+"""The launcher of several processes itself: they really meet, and cannot hang the suite."""
+
+import processes
+
+MEET = """
+import numpy as np
+from jax.experimental import multihost_utils
+everyone = multihost_utils.process_allgather(np.int32(rank + 1))
+print(len(jax.devices()), int(everyone.sum()))
+"""
+
+
+def test_processes_meet():
+    ended = processes.launch(MEET, 2, devices=2)
+    assert [(each.code, each.out) for each in ended] == [(0, "4 3\n")] * 2, ended
+
+
+def test_a_process_that_hangs_is_killed():
+    ended = processes.launch("import time; time.sleep(600)", 2, timeout_s=4)
+    assert [each.code for each in ended] == [-9, -9]
