@@ -1,8 +1,12 @@
-"""Eight faked CPU devices, and no silent rank promotion, for the whole suite."""
+"""Eight faked CPU devices, annotations checked, and no silent rank promotion, for the whole suite."""
 
 import jax
+from jaxtyping import install_import_hook
 
-from jax_ddp_weighting import force_cpu_devices
+# shapes and dtypes of annotated arrays are checked on every call, in tests only
+install_import_hook("jax_ddp_weighting", "annotations.checked")
+
+from jax_ddp_weighting import force_cpu_devices  # noqa: E402 - after the hook
 
 force_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
