@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_ddp_weighting.audit import CoverageError as CoverageError
     from jax_ddp_weighting.audit import EpochAudit as EpochAudit
+    from jax_ddp_weighting.audit import Ledger as Ledger
     from jax_ddp_weighting.audit import audit_ids as audit_ids
     from jax_ddp_weighting.feed import Batch as Batch
     from jax_ddp_weighting.feed import batches as batches
@@ -34,7 +35,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "order": ("torch_order", "keyed_order"),
-    "audit": ("audit_ids", "EpochAudit", "CoverageError"),
+    "audit": ("audit_ids", "EpochAudit", "Ledger", "CoverageError"),
     "plan": ("Slots", "EpochPlan"),
     "sampler": ("DistributedSampler",),
     "mesh": ("force_cpu_devices", "data_mesh"),

@@ -1,15 +1,20 @@
-"""Epoch orders as pure functions: torch's, exactly, and one that can be asked for a part alone."""
+"""Epoch orders: torch's, exactly; one that can be asked for a part alone; one's own."""
 
 import hashlib
-import operator
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Int64, Integer
 
-MAX_EXAMPLES = 2**62
-"""The largest dataset: position arithmetic beyond it would leave int64."""
+from jax_ddp_weighting.arguments import (
+    check_epoch,
+    check_integer,
+    check_length,
+    check_seed,
+    listed,
+)
 
 _TORCH_MAX_EXAMPLES = 2**31 - 1  # LAPACK's pivots are int32
 _TORCH_WIDE = (2**32 - 1) // 20  # from this length on, torch swaps by 64-bit words
@@ -18,49 +23,6 @@ _ROUNDS = 8  # four for either half; six pass the same statistics, eight cost 3 
 _BLOCK = 16_384  # ids ciphered at once: the working set stays in the second-level cache
 _WORDS = 65_536  # random words drawn at once, for the same reason
 _MIX = np.uint32(0x2C1B3C6D)  # an odd multiplier without short patterns
-
-
-def check_integer(
-    argument: str, value: object, low: int, high: int, rule: str, remedy: str = ""
-) -> int:
-    """`value` as a Python int within `[low, high]`.
-
-    Args:
-        argument: who asks for what, as the error names it: ``"keyed_order: seed"``.
-        value: what the caller was given.
-        low: the smallest allowed value.
-        high: the largest allowed value.
-        rule: what the value must do: ``"be an integer in [0, 2**62]"``.
-        remedy: a closing sentence for the error.
-
-    Raises:
-        TypeError: `value` is no integer. A bool counts as none.
-        ValueError: `value` is out of range.
-    """
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]  # it is what we are asking
-    except TypeError:
-        kind = type(value).__name__
-        raise TypeError(
-            f"{argument} must {rule}, got {value!r} ({kind}). {remedy}".strip()
-        ) from None
-    if not low <= number <= high:
-        raise ValueError(f"{argument} must {rule}, got {number}. {remedy}".strip())
-    return number
-
-
-def check_seed(argument: str, seed: object) -> int:
-    """`seed` as a Python int, if it is one that torch's generators take too."""
-    return check_integer(
-        argument,
-        seed,
-        -(2**63),
-        2**64 - 1,
-        "be an integer in [-2**63, 2**64)",
-        "torch's own range.",
-    )
 
 
 def torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_examples"]:
@@ -146,7 +108,7 @@ def keyed_order(
         positions: integer places in the epoch's order, each in ``[0, num_examples)``, any shape.
         num_examples: the length of the order, at most ``2**62``.
         seed: an integer in ``[-2**63, 2**64)``.
-        epoch: an integer of at least 0.
+        epoch: an integer in ``[0, 2**63)``.
 
     Returns:
         int64 ids of the shape of `positions`. All positions give every id once.
@@ -159,18 +121,9 @@ def keyed_order(
         >>> keyed_order([0, 999_999_999_999], 10**12, seed=0, epoch=3)
         array([870854403323, 233563889225])
     """
-    n = check_integer(
-        "keyed_order: num_examples", num_examples, 0, MAX_EXAMPLES, "be an integer in [0, 2**62]"
-    )
+    n = check_length("keyed_order: num_examples", num_examples)
     seed = check_seed("keyed_order: seed", seed)
-    epoch = check_integer(
-        "keyed_order: epoch",
-        epoch,
-        0,
-        2**64 - 1,
-        "be an integer in [0, 2**64)",
-        "Epochs count from 0.",
-    )
+    epoch = check_epoch("keyed_order: epoch", epoch)
     places = np.asarray(positions)
     if places.size == 0:
         return np.zeros(places.shape, np.int64)
@@ -259,3 +212,54 @@ def _cipher(places, n: int, keys):
     product[...] = row
     np.left_shift(product, np.uint64(bits), out=product)
     return np.bitwise_or(product, column, out=product)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GivenOrder:
+    """An order of one's own, kept as given: two are equal where their ids are.
+
+    Args:
+        ids: integer ids of shape ``[entries]``, at least 0: a permutation, or a part of one.
+        repeats: allow an id to come several times, as where one draws with replacement.
+
+    Raises:
+        TypeError: ids are no integers.
+        ValueError: ids are negative, not in one row, or come twice unasked.
+    """
+
+    ids: Int64[np.ndarray, " entries"]
+    repeats: bool = False
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        ids = np.asarray(self.ids)
+        if ids.ndim != 1:
+            raise ValueError(f"GivenOrder: ids must have one axis, got shape {ids.shape}.")
+        if ids.size and ids.dtype.kind not in "iu":
+            raise TypeError(f"GivenOrder: ids must be integers, got {ids.dtype}.")
+        ids = ids.astype(np.int64)  # a copy: the caller's array may change
+        if ids.size and ids.min() < 0:
+            raise ValueError(
+                f"GivenOrder: ids must be at least 0, got {ids.min()}. Ids count from zero."
+            )
+        if not self.repeats:
+            ascending = np.sort(ids)
+            again = np.unique(ascending[1:][ascending[1:] == ascending[:-1]])
+            if again.size:
+                raise ValueError(
+                    f"GivenOrder: ids must name every example once, got {listed(again)} more than"
+                    " once. Pass repeats=True for an order drawn with replacement."
+                )
+        ids.flags.writeable = False
+        digest = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        object.__setattr__(self, "ids", ids)
+        object.__setattr__(self, "digest", digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GivenOrder) and np.array_equal(self.ids, other.ids)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"GivenOrder({len(self.ids)} ids, digest {self.digest})"

@@ -60,10 +60,10 @@ def test_ids_out_of_range_are_named():
 @pytest.mark.parametrize(
     ("weights", "text"),
     [
-        ([1, 1], r"weights must have the shape of ids, got weights \(2,\) and ids \(3,\)"),
-        ([1, -1, 1], "weights must be at least 0, got -1"),
-        ([1, float("nan"), 1], "weights must be at least 0, got nan"),
-        ([1, float("inf"), 1], "weights must be finite"),
+        ([1, 1], r"weights must have the shape of ids, got \(2,\) and \(3,\)"),
+        ([1, -1, 1], "weights must be finite and at least 0, got -1"),
+        ([1, float("nan"), 1], "weights must be finite and at least 0, got nan"),
+        ([1, float("inf"), 1], "weights must be finite and at least 0, got inf"),
     ],
 )
 def test_bad_weights_are_one_clear_error(weights, text):

@@ -92,9 +92,12 @@ def test_a_changed_dataset_is_an_error():
         ({"rank": -1}, r"rank must be in \[0, 4\), got -1"),
         (
             {"num_replicas": 0},
-            "DistributedSampler: num_replicas must be an integer of at least 1, got 0",
+            r"DistributedSampler: num_replicas must be an integer in \[1, 2\*\*31\], got 0",
         ),
-        ({"dataset": -1}, "DistributedSampler: dataset must have a length"),
+        (
+            {"dataset": -1},
+            r"DistributedSampler: len\(dataset\) must be an integer in \[0, 2\*\*62\], got -1",
+        ),
         (
             {"drop_last": True, "tail": "mask"},
             'drop_last must agree with tail, got drop_last=True and tail="mask"',
