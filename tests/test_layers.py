@@ -10,7 +10,7 @@ import pytest
 import jax_ddp_weighting
 
 PACKAGE = Path(jax_ddp_weighting.__file__).parent
-NUMPY_HALF = ["order", "tally", "audit", "plan", "sampler"]
+NUMPY_HALF = ["arguments", "order", "tally", "coverage", "audit", "plan", "views", "sampler"]
 JAX_HALF = ["mesh", "sums", "weighting", "feed", "train", "parity"]
 HOUSE = NUMPY_HALF + JAX_HALF
 
