@@ -1,4 +1,4 @@
-"""Eight faked CPU devices, annotations checked, and no silent rank promotion, for the whole suite."""
+"""For the whole suite: eight faked CPU devices, annotations checked, no rank promotion."""
 
 import jax
 from jaxtyping import install_import_hook
