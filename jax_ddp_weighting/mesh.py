@@ -196,7 +196,8 @@ def _vary_over(value: Any, *, axes: set[str] | frozenset[str]) -> Any:
 
 
 def _varying(value: Any) -> frozenset[str]:
-    return jax.typeof(value).manual_axis_type.varying
+    kind: Any = jax.typeof(value)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
 
 
 def _names(axis_name: AxisName) -> tuple[str, ...]:
