@@ -166,13 +166,15 @@ def axis_size(axis_name: AxisName, *, caller: str) -> int:
         ) from None
 
 
-def is_checked(axis_name: AxisName) -> bool:
-    """Whether the axis is held by `shard_map` with its varying-axes check, as JAX's default is.
+def checked_axes(axis_name: AxisName) -> frozenset[str]:
+    """Those of the named axes that `shard_map` holds with its varying-axes check, JAX's default.
 
-    The rank's own index is the one value that varies over the axis in every regime, so its type
-    says whether types tell what varies.
+    A rank's own index is the one value that varies over the axis in every regime, so its type says
+    whether types tell what varies. Axes nest, so each is asked for itself: `vmap` over one of two
+    may stand inside a checked `shard_map` over the other.
     """
-    return set(_names(axis_name)) <= _varying(jax.lax.axis_index(axis_name))
+    names = _names(axis_name)
+    return frozenset(name for name in names if name in _varying(jax.lax.axis_index(name)))
 
 
 def vary(tree: T, axis_name: AxisName) -> T:
@@ -180,9 +182,7 @@ def vary(tree: T, axis_name: AxisName) -> T:
 
     A no-op where types do not tell what varies: `shard_map(check_vma=False)`, `pmap`, `vmap`.
     """
-    if not is_checked(axis_name):
-        return tree
-    return jax.tree.map(partial(_vary_over, axes=set(_names(axis_name))), tree)
+    return jax.tree.map(partial(_vary_over, axes=checked_axes(axis_name)), tree)
 
 
 def vary_like(value: jax.Array, model: jax.Array) -> jax.Array:
@@ -190,7 +190,7 @@ def vary_like(value: jax.Array, model: jax.Array) -> jax.Array:
     return _vary_over(value, axes=_varying(model))
 
 
-def _vary_over(value: Any, *, axes: set[str] | frozenset[str]) -> Any:
+def _vary_over(value: Any, *, axes: frozenset[str]) -> Any:
     missing = tuple(sorted(axes - _varying(value)))  # pcast refuses what varies already
     return jax.lax.pcast(value, missing, to="varying") if missing else value
 
@@ -225,6 +225,10 @@ def over_ranks(
     Returns:
         A function of `(replicated, rows)`: the first as it is on every rank, every leaf of the
         second of shape `[num_ranks * rows, ...]`.
+
+    Raises:
+        ValueError: the mesh lacks the axis, the engine is unknown, or `pmap`, which knows one axis,
+            is given a mesh of several.
     """
     ranks = num_ranks(mesh, axis_name, caller="over_ranks")
     if engine == "jit":
@@ -238,12 +242,21 @@ def over_ranks(
             axis_names=set(_names(axis_name)),
             check_vma=engine == "shard_map",
         )
+    names = _names(axis_name)
+    first, shape = names[0], tuple(mesh.shape[name] for name in names)
     if engine == "pmap" and isinstance(mesh, Mesh):
+        if len(names) > 1 or mesh.size != ranks:
+            raise ValueError(
+                f"over_ranks: mesh must have one axis under pmap, got axes {mesh.axis_names} and "
+                f"axis_name={axis_name!r}. Use shard_map, or jit, for meshes of several axes."
+            )
         mapped = jax.pmap(
-            fn, axis_name, in_axes=(None, 0), out_axes=None, devices=list(mesh.devices.flat)
+            fn, first, in_axes=(None, 0), out_axes=None, devices=list(mesh.devices.flat)
         )
     elif engine == "vmap":
-        mapped = jax.vmap(fn, in_axes=(None, 0), out_axes=None, axis_name=axis_name)
+        mapped = fn
+        for name in reversed(names):
+            mapped = jax.vmap(mapped, in_axes=(None, 0), out_axes=None, axis_name=name)
     else:
         raise ValueError(
             f"over_ranks: engine must be one of {', '.join(ENGINES)}, got {engine!r}. "
@@ -251,7 +264,9 @@ def over_ranks(
         )
 
     def stacked(replicated: PyTree, rows: PyTree) -> PyTree:
-        by_rank = jax.tree.map(lambda x: jnp.reshape(x, (ranks, -1, *x.shape[1:])), rows)
+        by_rank = jax.tree.map(
+            lambda x: jnp.reshape(x, (*shape, x.shape[0] // ranks, *x.shape[1:])), rows
+        )
         return mapped(replicated, by_rank)
 
     return stacked

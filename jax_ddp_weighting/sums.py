@@ -50,7 +50,7 @@ class WeightedSum:
         return WeightedSum(*lax.psum((self.total, self.weight), axis_name))
 
     def mean(self) -> Scalar:
-        """`total / weight`; 0, with gradient 0, where the weight is 0."""
+        """`total / weight`; 0, with gradient 0, where the weight is 0. The weight gets none."""
         return divided(self.total, self.weight)
 
     def once(self, value: Any) -> "WeightedSum":
@@ -80,7 +80,9 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
     """Sum of weight times loss, beside the sum of the weights.
 
     The rule: every kind of exclusion is a weight. Ignored labels, padding rows, class weights,
-    token weights and fractional weights are all multiplied in here and never clamped to 1.
+    token weights and fractional weights are all multiplied in here and never clamped to 1. For the
+    mean over sequences of each one's own mean, packed ones too, give every token the weight one
+    over the number of tokens of its sequence.
 
     Args:
         losses: any shape; one loss per row, token, or whatever is being weighed.
@@ -91,8 +93,10 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
     Returns:
         A `WeightedSum` of scalars. The total is float32, or float64 for float64 losses; hits given
         as bools with integer weights are counted in integers. A loss of weight 0 cannot poison it,
-        not even as NaN or infinity, and receives gradient 0. (What made the NaN can still poison a
-        gradient further up: 0 times an infinite derivative is NaN. Feed padding rows finite data.)
+        not even as NaN or infinity, and receives gradient 0. What made the NaN can still poison a
+        gradient further up, since 0 times an infinite derivative is NaN: feed padding rows finite
+        data, as `batches` does, or begin the loss function with
+        `x = jnp.where(weights[:, None] > 0, x, 0)`.
 
     Raises:
         ValueError: `weights` has another shape than `losses`.
@@ -159,8 +163,11 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
 
 
 def divided(total: Any, weight: Any) -> Scalar:
-    """`total / weight`, and 0 with gradient 0 where the weight is 0: the library's one division."""
-    total, weight = jnp.asarray(total), jnp.asarray(weight)
+    """`total / weight`, and 0 with gradient 0 where the weight is 0: the library's one division.
+
+    No gradient flows into the weight: what a row counts is decided, not learned.
+    """
+    total, weight = jnp.asarray(total), lax.stop_gradient(jnp.asarray(weight))
     floating = jnp.issubdtype(total.dtype, jnp.inexact)
     dtype = jnp.promote_types(jnp.float32, total.dtype) if floating else jnp.result_type(float)
     empty = weight == 0

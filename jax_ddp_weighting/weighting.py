@@ -25,6 +25,9 @@ from jax_ddp_weighting.sums import WeightedSum as WeightedSum
 from jax_ddp_weighting.sums import divided
 from jax_ddp_weighting.sums import valid_labels as valid_labels
 from jax_ddp_weighting.sums import weighted_sum as weighted_sum
+from jax_ddp_weighting.terms import LossFn as LossFn
+from jax_ddp_weighting.terms import counts, described, unpacked
+from jax_ddp_weighting.terms import named_terms as named_terms
 
 
 @jax.tree_util.register_dataclass
@@ -46,10 +49,29 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
     """The rank's share of the global mean, for code that averages over ranks by its own `pmean`.
 
     The rule: its value is `total * W / psum(weight)`, so that `pmean` of it is the global mean; and
-    `pmean` of its gradient with respect to replicated parameters is the gradient of the global mean
-    in `shard_map` with and without the varying-axes check, in `pmap` and in `vmap`. Under the check
-    JAX has summed that gradient over the ranks already, so there it is scaled without the `W`; the
-    textbook spelling, with it, is `W` times too large there.
+    `pmean` of its gradient with respect to replicated parameters is the gradient of the global
+    mean, in every regime. Under the varying-axes check of `shard_map`, JAX has summed that gradient
+    over the ranks already, so there it is scaled without the `W`.
+
+    Where each spelling of the same is right. Two ranks, one weight: rank 0 holds one row of
+    gradient 1, rank 1 three rows of gradient 3, so right is 2.5. `S` and `D` are a rank's total and
+    weight, `W` the number of ranks, `vary` is `jax.lax.pcast(..., to="varying")` of the parameters:
+
+    | inside the mapped function | `shard_map` | `shard_map(check_vma=False)` | `pmap`, `vmap` |
+    |---|---|---|---|
+    | `pmean(grad(rank_share(sum, "data")))` | 2.5 | 2.5 | 2.5 |
+    | `psum(grad(rank_share(sum, "data")))` | 5.0 | 5.0 | 5.0 |
+    | `pmean(grad(S * W / psum(D)))`, the textbook rule | 5.0 | 2.5 | 2.5 |
+    | `psum(grad(S)) / psum(D)` | 5.0 | 2.5 | 2.5 |
+    | `pmean(grad(psum(S) / psum(D)))` | 2.5 | 2.5 | 2.5 |
+    | `grad(psum(S) / psum(D))`, nothing after | 2.5 | 0.5 and 4.5 | 0.5 and 4.5 |
+    | `pmean(grad(S / D))`, the mean of local means | 4.0 | 2.0 | 2.0 |
+    | `vary`, then `psum(grad(S / psum(D)))` | 2.5 | 2.5 | 2.5 |
+    | `vary`, then `pmean(grad(rank_share(sum, "data")))` | 1.25 | 2.5 | 2.5 |
+
+    So do not make parameters varying yourself and use this too. (`pcast` refuses `vmap`; leave it
+    out there.) A sum that has been summed over the ranks already may be given: it is the same sum
+    on every rank, and its mean and gradient are right.
 
     With microbatches accumulated by hand, give the rank's own weight of the *whole step* with each
     microbatch's total: `rank_share(WeightedSum(total, weight_of_all_microbatches), axis_name)`.
@@ -59,9 +81,10 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
         axis_name: the mapped data axis, or a tuple of axes.
 
     Returns:
-        A scalar; 0 where the global weight is 0.
+        A scalar; 0 where the global weight is 0. No gradient flows into the weight.
 
     Raises:
+        TypeError: `local` is not a `WeightedSum`.
         ValueError: the axis is not mapped here.
 
     Example:
@@ -72,16 +95,20 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
         >>> float(gradient(1.0, x, weights).mean())  # (1 + 3 + 5) / 3
         3.0
     """
+    if not isinstance(local, WeightedSum):
+        raise TypeError(
+            f"rank_share: local must be a WeightedSum, got {described(local)}. weighted_sum("
+            "losses, weights) makes one; a mean has lost its denominator."
+        )
     ranks = mesh.axis_size(axis_name, caller="rank_share")
-    share = divided(local.total, lax.psum(local.weight, axis_name))
-    if mesh.is_checked(axis_name):
-        return share + lax.stop_gradient(share * (ranks - 1))
-    return share * ranks
+    summed_by_jax = mesh.axis_size(tuple(mesh.checked_axes(axis_name)), caller="rank_share")
+    weight = lax.psum(mesh.vary(lax.stop_gradient(jnp.asarray(local.weight)), axis_name), axis_name)
+    share = divided(mesh.vary(jnp.asarray(local.total), axis_name), weight)
+    by_us = share * (ranks // summed_by_jax)
+    return by_us + lax.stop_gradient(share * ranks - by_us)
 
 
-LossFn = Callable[..., Any]
-"""`(params, batch) -> WeightedSum`, or a dict of them; with `rng` as a third argument if one is
-given; paired with auxiliary output if `has_aux`."""
+Totals = dict[str, Array]
 
 
 def value_and_grad(
@@ -104,12 +131,14 @@ def value_and_grad(
 
     Args:
         loss_fn: `loss_fn(params, batch)` returns a `WeightedSum` (see `weighted_sum`), or a dict of
-            them that `coefficients` combines.
+            them that `coefficients` combines. No gradient flows into weights.
         axis_name: the mapped data axis (or a tuple of axes) inside `shard_map`, `pmap` or `vmap`;
-            None for the global view of `jit`, and for one device.
+            None for the global view of `jit`, and for one device. Parameters must be the same on
+            every rank of it; parameters sharded over it belong under `jit`.
         microbatches: how many microbatches to split the rows into. Microbatch `k` of `K` holds rows
             `k, k + K, k + 2K, ...`, so that the rows of a sharded batch stay on their device.
-        coefficients: one factor per term, for loss functions that return a dict.
+        coefficients: one factor per term, for loss functions that return a dict. A term of
+            coefficient 0 is a metric: it is summed and reported, and pulls no gradient.
         has_aux: `loss_fn` returns `(sums, aux)`.
 
     Returns:
@@ -150,47 +179,47 @@ def value_and_grad(
             mesh.axis_size(axis_name, caller="value_and_grad")
             params = mesh.vary(params, axis_name)
 
-        def sums_of(params: PyTree, k: Any) -> tuple[dict[str, Any], tuple[dict[str, Any], Any]]:
+        factors = coefficients if coefficients is not None else {"loss": 1.0}
+
+        def sums_of(params: PyTree, k: Any) -> tuple[Totals, tuple[Totals, Totals, Any]]:
+            """The totals to pull back, beside what no gradient flows through."""
             args = (_microbatch(batch, k, microbatches),)
             if rng is not None:
                 args += (rng if microbatches == 1 else jax.random.fold_in(rng, k),)
             out = loss_fn(params, *args)
-            sums, aux = _unpacked(out) if has_aux else (out, None)
-            sums = named_terms(sums, coefficients)
-            totals = {name: jnp.asarray(each.total) for name, each in sums.items()}
-            weights = {name: jnp.asarray(each.weight) for name, each in sums.items()}
-            return totals, (weights, aux)
+            sums, aux = unpacked(out) if has_aux else (out, None)
+            sums = jax.tree.map(jnp.asarray, named_terms(sums, coefficients))
+            if axis_name is not None:
+                # Also what is the same on every rank, so that it is pulled back from every rank.
+                sums = mesh.vary(sums, axis_name)
+            pulled, metrics = {}, {}
+            for name, each in sums.items():
+                pulls = counts(factors[name]) and jnp.issubdtype(each.total.dtype, jnp.inexact)
+                (pulled if pulls else metrics)[name] = each.total
+            return pulled, (metrics, {name: each.weight for name, each in sums.items()}, aux)
 
-        factors = coefficients if coefficients is not None else {"loss": 1.0}
-
-        def pulled_back(totals: dict[str, Array], pull: Any, weights: dict[str, Array]) -> PyTree:
+        def gradients_of(params: PyTree, k: Any, weights_of: Callable[[Totals], Totals]) -> Any:
+            pulled, pull, (metrics, weights, aux) = jax.vjp(
+                lambda params: sums_of(params, k), params, has_aux=True
+            )
+            weights = weights_of(weights)
             cotangents = {
-                name: mesh.vary_like(
-                    divided(jnp.asarray(factors[name], total.dtype), weights[name]).astype(
-                        total.dtype
-                    ),
-                    total,
-                )
-                for name, total in totals.items()
+                name: _like(divided(jnp.asarray(factors[name], total.dtype), weights[name]), total)
+                for name, total in pulled.items()
             }
-            return pull(cotangents)[0]
+            return {**pulled, **metrics}, weights, aux, pull(cotangents)[0]
 
         if microbatches == 1:
-            totals, pull, (weights, aux) = jax.vjp(
-                lambda params: sums_of(params, 0), params, has_aux=True
+            totals, weights, aux, gradients = gradients_of(
+                params, 0, lambda weights: _psum_scalars(weights, axis_name)
             )
-            weights = _psum_scalars(weights, axis_name)
-            gradients = pulled_back(totals, pull, weights)
         else:
             steps = jnp.arange(microbatches)
-            _, weights = lax.scan(lambda _, k: (None, sums_of(params, k)[1][0]), None, steps)
+            _, weights = lax.scan(lambda _, k: (None, sums_of(params, k)[1][1]), None, steps)
             weights = _psum_scalars(jax.tree.map(jnp.sum, weights), axis_name)
 
-            def accumulated(gradients: PyTree, k: Array) -> tuple[PyTree, Any]:
-                totals, pull, (_, aux) = jax.vjp(
-                    lambda params: sums_of(params, k), params, has_aux=True
-                )
-                added = pulled_back(totals, pull, weights)
+            def accumulated(gradients: PyTree, k: Array) -> tuple[PyTree, tuple[Totals, Any]]:
+                totals, _, aux, added = gradients_of(params, k, lambda _: weights)
                 return jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, added), (
                     totals,
                     aux,
@@ -203,19 +232,24 @@ def value_and_grad(
         totals = _psum_scalars(totals, axis_name)
         if axis_name is not None:
             gradients = lax.psum(gradients, axis_name)
-        terms = {name: WeightedSum(totals[name], weights[name]) for name in totals}
-        value = sum((factors[name] * term.mean() for name, term in terms.items()), start=0.0)
+        terms = {name: WeightedSum(totals[name], weights[name]) for name in weights}
+        counted = [factors[name] * terms[name].mean() for name in terms if counts(factors[name])]
+        value = sum(counted, start=jnp.zeros(()))
         loss = GlobalLoss(value, terms)
         return ((loss, aux), gradients) if has_aux else (loss, gradients)
 
     return global_value_and_grad
 
 
-def _psum_scalars(scalars: dict[str, Array], axis_name: AxisName | None) -> dict[str, Array]:
+def _like(value: Array, model: Array) -> Array:
+    return mesh.vary_like(value.astype(model.dtype), model)
+
+
+def _psum_scalars(scalars: Totals, axis_name: AxisName | None) -> Totals:
     """Sums each over the ranks, with one all-reduce per dtype instead of one per scalar."""
     if axis_name is None:
         return scalars
-    summed: dict[str, Array] = {}
+    summed: Totals = {}
     for dtype in sorted({each.dtype for each in scalars.values()}, key=str):
         names = [name for name in scalars if scalars[name].dtype == dtype]
         total = lax.psum(jnp.stack([scalars[name] for name in names]), axis_name)
@@ -258,59 +292,3 @@ def _parameter(path: Any, leaf: Any) -> Array:
             f"{jax.tree_util.keystr(path)}. Keep counters and keys outside params."
         )
     return leaf
-
-
-def _unpacked(out: Any) -> tuple[Any, Any]:
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(
-            f"value_and_grad: loss_fn must return (sums, aux) when has_aux=True, got "
-            f"{_described(out)}. Return a pair, or leave has_aux out."
-        )
-    return out
-
-
-def named_terms(sums: Any, coefficients: Mapping[str, Any] | None) -> dict[str, WeightedSum]:
-    """What a loss function returned, as terms by name, each of which has a coefficient."""
-    if isinstance(sums, WeightedSum):
-        named = {"loss": sums}
-        if coefficients is not None and set(coefficients) != {"loss"}:
-            raise ValueError(
-                f"value_and_grad: coefficients must name the terms of loss_fn, got "
-                f"{sorted(coefficients)} for one unnamed WeightedSum. Return a dict of terms, or "
-                "leave coefficients out."
-            )
-    elif (
-        isinstance(sums, Mapping)
-        and sums
-        and all(isinstance(each, WeightedSum) for each in sums.values())
-    ):
-        named = dict(sums)
-        if coefficients is None or set(coefficients) != set(named):
-            got = "none" if coefficients is None else sorted(coefficients)
-            raise ValueError(
-                f"value_and_grad: coefficients must name every term of loss_fn, got {got} for "
-                f"terms {sorted(named)}. Give each term its factor: "
-                f"coefficients={{{', '.join(f'{name!r}: 1.0' for name in sorted(named))}}}."
-            )
-    else:
-        raise TypeError(
-            f"value_and_grad: loss_fn must return a WeightedSum or a dict of them, got "
-            f"{_described(sums)}. Return weighted_sum(losses, weights): a mean has lost its "
-            "denominator, and ranks of unequal weight cannot be averaged any more."
-        )
-    for name, each in named.items():
-        if jnp.shape(each.total) != () or jnp.shape(each.weight) != ():
-            raise ValueError(
-                f"value_and_grad: loss_fn must return scalar sums, got total "
-                f"{jnp.shape(each.total)} and weight {jnp.shape(each.weight)} for term {name!r}. "
-                "weighted_sum makes them."
-            )
-    return named
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, jax.Array):
-        return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"a dict of {', '.join(sorted({_described(each) for each in value.values()}))}"
-    return type(value).__name__
