@@ -8,5 +8,7 @@ install_import_hook("jax_ddp_weighting", "annotations.checked")
 
 from jax_ddp_weighting import force_cpu_devices  # noqa: E402 - after the hook
 
+collect_ignore = ["live"]  # those need torch and grain: `make test-torch` installs them
+
 force_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

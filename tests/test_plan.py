@@ -1,9 +1,10 @@
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from jax_ddp_weighting import EpochPlan, audit_ids
+from jax_ddp_weighting import EpochPlan, audit_ids, keyed_order
 
 
 def naive_epoch(n, ranks, batch_size, tail, order):
@@ -172,3 +173,118 @@ def test_a_bad_plan_is_one_clear_error(change, error, text):
 def test_asking_a_plan_for_what_it_has_not_is_one_clear_error(ask, text):
     with pytest.raises(ValueError, match=text):
         ask(EpochPlan(10, 2, 3))
+
+
+# The audit in closed form
+
+
+@pytest.mark.parametrize("tail", ["mask", "repeat", "drop"])
+@pytest.mark.parametrize(
+    ("n", "ranks", "batch_size"), [(47, 3, 4), (3, 8, 1), (2, 7, 2), (0, 2, 1)]
+)
+def test_the_closed_form_is_the_audit_of_the_slots(n, ranks, batch_size, tail):
+    for order in ("keyed", "torch"):
+        plan = EpochPlan(n, ranks, batch_size, tail=tail, order=order)
+        slots = [plan.slots(3, rank) for rank in range(ranks)]
+        walked = audit_ids([s.ids for s in slots], n, weights=[s.weights for s in slots], epoch=3)
+        assert plan.audit(3) == walked
+
+
+def test_the_audit_of_a_plan_too_large_to_walk():
+    plan = EpochPlan(10**12, 65_536, 4096, tail="drop")
+    audit = plan.audit(1, limit=5)
+    assert audit.num_omitted == 10**12 % (65_536 * 4096)
+    assert len(audit.omitted) == 5
+    assert audit.accepted == audit.unique == 10**12 - audit.num_omitted
+    EpochPlan(10**12, 65_536, 4096).audit(1).check_exactly_once()
+    copies = EpochPlan(10**12, 65_536, 4096, tail="repeat").audit(1, limit=10**6)
+    assert len(copies.duplicated) == copies.num_duplicated == -(10**12) % 65_536
+
+
+def test_an_audit_that_lists_less_counts_as_much():
+    whole, short = (EpochPlan(1000, 30, 20, tail="drop").audit(0, limit=k) for k in (10_000, 7))
+    assert len(whole.omitted) == whole.num_omitted == short.num_omitted == 400
+    assert set(short.omitted) < set(whole.omitted)
+    assert len(short.omitted) == 7
+
+
+# An order of one's own
+
+
+@pytest.mark.parametrize("tail", ["mask", "repeat", "drop"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_an_order_of_ones_own_is_read_by_the_same_rules(tail, batch_size):
+    own = [5, 19, 2, 11, 7, 3, 0]
+    plan = EpochPlan.from_order(own, 3, batch_size, num_examples=20, tail=tail)
+    naive = naive_epoch(7, 3, batch_size, tail, own)
+    for epoch in (0, 9):
+        for step, rows in enumerate(naive):
+            assert plan.batch(epoch, step).ids.tolist() == [[i for i, _ in row] for row in rows]
+    slots = [plan.slots(0, rank) for rank in range(3)]
+    walked = audit_ids([s.ids for s in slots], 20, weights=[s.weights for s in slots], epoch=0)
+    assert plan.audit(0) == walked
+
+
+def test_ids_drawn_with_replacement_are_counted():
+    plan = EpochPlan.from_order([4, 4, 1, 4], 2, 2, num_examples=5, repeats=True)
+    audit = plan.audit(0)
+    assert (audit.duplicated, audit.omitted) == ({4: 3}, (0, 2, 3))
+
+
+def test_a_plan_keeps_its_own_copy_of_an_order():
+    own = np.array([2, 0, 1])
+    plan = EpochPlan.from_order(own, 1, 3)
+    own[:] = 0
+    assert plan.batch(0, 0).ids.tolist() == [[2, 0, 1]]
+    with pytest.raises(ValueError, match="read-only"):
+        plan.order.ids[0] = 1
+
+
+def test_plans_of_equal_orders_are_equal():
+    one, same = (EpochPlan.from_order([2, 0, 1], 1, 3) for _ in range(2))
+    other = EpochPlan.from_order([2, 1, 0], 1, 3)
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
+    assert one.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "error", "text"),
+    [
+        ([0, 1, 1, 2, 2], {}, ValueError, r"got 1, 2 more than once\. Pass repeats=True"),
+        (
+            [0] * 2 + list(range(1, 43)) * 2,
+            {},
+            ValueError,
+            "got 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 33 more more than once",
+        ),
+        ([0, 3], {}, ValueError, r"ids of an order must be in \[0, 2\), got 3\. .* give num_exam"),
+        ([0, -3], {"num_examples": 9}, ValueError, "ids must be at least 0, got -3"),
+        ([0.0, 1.0], {}, TypeError, "GivenOrder: ids must be integers, got float64"),
+    ],
+)
+def test_a_bad_order_of_ones_own_is_one_clear_error(ids, options, error, text):
+    with pytest.raises(error, match=text):
+        EpochPlan.from_order(ids, 2, 2, **options)
+
+
+def test_an_order_of_ones_own_is_not_shuffled():
+    order = EpochPlan.from_order([1, 0], 1, 1).order
+    with pytest.raises(ValueError, match="shuffle must be False with an order of your own"):
+        EpochPlan(2, 1, 1, order=order)
+
+
+# Cost: what is asked for, whatever the epoch's length
+
+
+@pytest.mark.parametrize(("n", "ranks"), [(10**9, 1024), (10**12, 65_536), (2**62, 2**20)])
+def test_a_batch_anywhere_costs_its_rows(n, ranks):
+    keyed_order(range(5000), 5000, seed=0, epoch=0)  # what is allocated once
+    tracemalloc.start()
+    plan = EpochPlan(n, ranks, 1024, seed=1)
+    for epoch, step in ((0, 0), (7, plan.steps_per_epoch - 1)):
+        plan.batch(epoch, step, ranks=[0, ranks - 1])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 * 1024 * 100  # bytes
