@@ -11,9 +11,9 @@ demo: $(VENV)/.installed-examples
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
-# The recorded values of the base suite, compared with live torch.
+# The comparisons with live torch and grain, which the base suite does without.
 test-torch: $(VENV)/.installed-torch
-	$(BIN)/python -m pytest tests/torch
+	$(BIN)/python -m pytest tests/live
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -37,7 +37,7 @@ $(BIN)/python:
 # torch first and by version, so that pip never takes another build for a looser range
 $(VENV)/.installed-torch: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[torch,grain]'
+	$(BIN)/python -m pip install --quiet -e '.[test,torch,grain]'
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
