@@ -166,15 +166,13 @@ def axis_size(axis_name: AxisName, *, caller: str) -> int:
         ) from None
 
 
-def checked_axes(axis_name: AxisName) -> frozenset[str]:
-    """Those of the named axes that `shard_map` holds with its varying-axes check, JAX's default.
+def is_checked(axis_name: AxisName) -> bool:
+    """Whether the axis is held by `shard_map` with its varying-axes check, as JAX's default is.
 
-    A rank's own index is the one value that varies over the axis in every regime, so its type says
-    whether types tell what varies. Axes nest, so each is asked for itself: `vmap` over one of two
-    may stand inside a checked `shard_map` over the other.
+    The rank's own index is the one value that varies over the axis in every regime, so its type
+    says whether types tell what varies.
     """
-    names = _names(axis_name)
-    return frozenset(name for name in names if name in _varying(jax.lax.axis_index(name)))
+    return set(_names(axis_name)) <= _varying(jax.lax.axis_index(axis_name))
 
 
 def vary(tree: T, axis_name: AxisName) -> T:
@@ -182,7 +180,9 @@ def vary(tree: T, axis_name: AxisName) -> T:
 
     A no-op where types do not tell what varies: `shard_map(check_vma=False)`, `pmap`, `vmap`.
     """
-    return jax.tree.map(partial(_vary_over, axes=checked_axes(axis_name)), tree)
+    if not is_checked(axis_name):
+        return tree
+    return jax.tree.map(partial(_vary_over, axes=frozenset(_names(axis_name))), tree)
 
 
 def vary_like(value: jax.Array, model: jax.Array) -> jax.Array:

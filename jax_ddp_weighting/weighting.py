@@ -101,11 +101,12 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
             "losses, weights) makes one; a mean has lost its denominator."
         )
     ranks = mesh.axis_size(axis_name, caller="rank_share")
-    summed_by_jax = mesh.axis_size(tuple(mesh.checked_axes(axis_name)), caller="rank_share")
-    weight = lax.psum(mesh.vary(lax.stop_gradient(jnp.asarray(local.weight)), axis_name), axis_name)
-    share = divided(mesh.vary(jnp.asarray(local.total), axis_name), weight)
-    by_us = share * (ranks // summed_by_jax)
-    return by_us + lax.stop_gradient(share * ranks - by_us)
+    # Varying, also where it is the same on every rank, so that every rank pulls it back.
+    local = mesh.vary(jax.tree.map(jnp.asarray, local), axis_name)
+    share = divided(local.total, lax.psum(local.weight, axis_name))
+    if mesh.is_checked(axis_name):
+        return share + lax.stop_gradient(share * (ranks - 1))
+    return share * ranks
 
 
 Totals = dict[str, Array]
