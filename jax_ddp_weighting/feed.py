@@ -77,6 +77,44 @@ class Batch:
                 )
         return cls(data, ids, weights)
 
+    def padded(self, multiple: int) -> "Batch":
+        """The batch, filled up with rows of weight 0 until its rows divide by `multiple`.
+
+        The rule: a row of padding repeats the first row, id included, at weight 0. So its data are
+        as finite as that row's, and it counts for nothing.
+
+        Args:
+            multiple: what the number of rows is to divide by, such as microbatches times ranks;
+                inside a mapped function, where a batch holds one rank's rows, the microbatches.
+
+        Returns:
+            A `Batch` of host arrays where they were on the host, else of device arrays; the same
+            batch where the rows divide already.
+
+        Raises:
+            ValueError: `multiple` is below 1.
+
+        Example:
+            >>> batch = Batch.of(np.array([7.0, 8.0, 9.0])).padded(4)
+            >>> batch.data.tolist(), batch.ids.tolist(), batch.weights.tolist()
+            ([7.0, 8.0, 9.0, 7.0], [0, 1, 2, 0], [1, 1, 1, 0])
+        """
+        if multiple < 1:
+            raise ValueError(
+                f"Batch.padded: multiple must be at least 1, got {multiple}. 1 adds no rows."
+            )
+        extra = -self.weights.shape[0] % multiple
+        if not extra:
+            return self
+
+        def repeated(leaf: Any) -> Any:
+            numpy = jnp if isinstance(leaf, jax.Array) else np
+            return numpy.concatenate([leaf, numpy.repeat(leaf[:1], extra, axis=0)])
+
+        rows = jax.tree.map(repeated, self)
+        real = np.arange(self.weights.shape[0] + extra) < self.weights.shape[0]
+        return Batch(rows.data, rows.ids, rows.weights * real.astype(rows.weights.dtype))
+
 
 Fetch = Callable[[np.ndarray], PyTree]
 """`fetch(ids)` returns a pytree of arrays `[len(ids), ...]`: row `j` is example `ids[j]`."""

@@ -268,8 +268,8 @@ def _microbatch(batch: PyTree, k: Any, microbatches: int) -> PyTree:
             raise ValueError(
                 f"value_and_grad: microbatches must divide the rows of every leaf of batch, got "
                 f"{microbatches} microbatches and shape {shape} at batch"
-                f"{jax.tree_util.keystr(path)}. Pad with rows of weight 0, or choose another "
-                "number."
+                f"{jax.tree_util.keystr(path)}. Pad with rows of weight 0, as Batch.padded("
+                f"{microbatches}) does, or choose another number."
             )
         split = jnp.reshape(leaf, (shape[0] // microbatches, microbatches, *shape[1:]))
         return lax.dynamic_index_in_dim(split, k, axis=1, keepdims=False)
