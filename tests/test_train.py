@@ -9,7 +9,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 
 from jax_ddp_weighting import Batch, EpochPlan, batches, data_mesh, make_train_step, weighted_sum
-from jax_ddp_weighting.train import ENGINES
+from jax_ddp_weighting.step import ENGINES
 
 X = np.random.default_rng(0).normal(size=(47, 3)).astype(np.float32)
 Y = X @ np.float32([1.0, -2.0, 0.5]) + np.float32(0.1)
