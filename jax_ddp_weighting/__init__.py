@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.feed import batches as batches
     from jax_ddp_weighting.mesh import data_mesh as data_mesh
     from jax_ddp_weighting.mesh import force_cpu_devices as force_cpu_devices
+    from jax_ddp_weighting.multi_steps import weighted_multi_steps as weighted_multi_steps
+    from jax_ddp_weighting.nnx_train import make_nnx_train_step as make_nnx_train_step
     from jax_ddp_weighting.order import keyed_order as keyed_order
     from jax_ddp_weighting.order import torch_order as torch_order
     from jax_ddp_weighting.parity import ParityError as ParityError
@@ -42,6 +44,8 @@ _PUBLIC = {
     "sums": ("WeightedSum", "weighted_sum", "valid_labels"),
     "weighting": ("GlobalLoss", "value_and_grad", "rank_share"),
     "feed": ("Batch", "batches"),
+    "multi_steps": ("weighted_multi_steps",),
+    "nnx_train": ("make_nnx_train_step",),
     "train": ("make_train_step",),
     "parity": ("check_gradients", "ParityError"),
 }

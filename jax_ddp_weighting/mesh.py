@@ -185,6 +185,14 @@ def vary(tree: T, axis_name: AxisName) -> T:
     return jax.tree.map(partial(_vary_over, axes=frozenset(_names(axis_name))), tree)
 
 
+def varies(value: jax.Array, axis_name: AxisName) -> bool:
+    """Whether the value's type says that it may differ from rank to rank of the axis.
+
+    Never where types do not tell what varies: `shard_map(check_vma=False)`, `pmap`, `vmap`.
+    """
+    return not _varying(value).isdisjoint(_names(axis_name))
+
+
 def vary_like(value: jax.Array, model: jax.Array) -> jax.Array:
     """`value`, typed as varying over every axis over which `model` varies."""
     return _vary_over(value, axes=_varying(model))

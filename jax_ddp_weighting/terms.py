@@ -1,11 +1,14 @@
-"""What a loss function returns: one sum, or several by name, each with a coefficient."""
+"""What a loss function returns: one sum or several by name, and what its model keeps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, PyTree
 
+from jax_ddp_weighting import mesh
+from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.sums import WeightedSum
 
 LossFn = Callable[..., Any]
@@ -57,20 +60,52 @@ def counts(factor: Any) -> bool:
     return not (isinstance(factor, int | float) and factor == 0)
 
 
-def unpacked(out: Any) -> tuple[Any, Any]:
-    """The pair that a loss function with auxiliary output returned."""
-    if not (isinstance(out, tuple) and len(out) == 2):
+def unpacked(out: Any, *extras: str) -> tuple[Any, ...]:
+    """The sums, and whatever else a loss function said that it returns."""
+    if not (isinstance(out, tuple) and len(out) == 1 + len(extras)):
+        options = [f"has_{extra}" for extra in extras]
         raise TypeError(
-            f"value_and_grad: loss_fn must return (sums, aux) when has_aux=True, got "
-            f"{described(out)}. Return a pair, or leave has_aux out."
+            f"value_and_grad: loss_fn must return (sums, {', '.join(extras)}) when "
+            f"{' and '.join(f'{option}=True' for option in options)}, got {described(out)}. "
+            f"Return a tuple, or leave {' and '.join(options)} out."
         )
     return out
+
+
+def kept(old: PyTree, new: PyTree, axis_name: AxisName | None) -> PyTree:
+    """The new state of a model, if it has the form of the old one and is the same on every rank."""
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise ValueError(
+            "value_and_grad: loss_fn must return a state of the structure it was given, got "
+            f"{jax.tree.structure(new)} for {jax.tree.structure(old)}. Return all that came in, "
+            "and nothing else."
+        )
+
+    def checked(path: Any, before: Any, after: Any) -> Array:
+        before, after = jnp.asarray(before), jnp.asarray(after)
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise ValueError(
+                f"value_and_grad: loss_fn must return a state of the form it was given, got "
+                f"{described(after)} for {described(before)} at state"
+                f"{jax.tree_util.keystr(path)}. Cast it back, or initialise it so."
+            )
+        if axis_name is not None and mesh.varies(after, axis_name):
+            raise ValueError(
+                "value_and_grad: loss_fn must return a state that is the same on every rank, got "
+                f"one that may vary over {axis_name!r} at state{jax.tree_util.keystr(path)}. Sum "
+                "what it is made of over the ranks, as a BatchNorm that is given the axis does."
+            )
+        return after
+
+    return jax.tree_util.tree_map_with_path(checked, old, new)
 
 
 def described(value: Any) -> str:
     """What somebody returned in place of a sum, in a few words for an error."""
     if isinstance(value, jax.Array):
         return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(described(each) for each in value)}"
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(sorted({described(each) for each in value.values()}))}"
     return type(value).__name__

@@ -1,44 +1,29 @@
 """One optimizer step over all ranks: the global gradient, applied once, or skipped when empty."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, PyTree
 
-from jax_ddp_weighting import mesh as meshes
 from jax_ddp_weighting.feed import Batch
 from jax_ddp_weighting.mesh import AxisName
-from jax_ddp_weighting.sums import WeightedSum
-from jax_ddp_weighting.weighting import GlobalLoss, LossFn, named_terms, value_and_grad
-
-ENGINES = ("shard_map", "jit", "pmap")
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepReport:
-    """What a step did, as device scalars: reading them waits for the step.
-
-    Attributes:
-        loss: the global loss and its terms.
-        weight: the accepted weight of the batch, summed over all ranks.
-        skipped: whether nothing was applied, because nothing in the step had any weight.
-    """
-
-    loss: GlobalLoss
-    weight: Array
-    skipped: Bool[Array, ""]
-
-    @property
-    def means(self) -> dict[str, Array]:
-        """Each term's mean over its own weight, before its coefficient."""
-        return {name: term.mean() for name, term in self.loss.terms.items()}
-
+from jax_ddp_weighting.multi_steps import weighted_multi_steps as weighted_multi_steps
+from jax_ddp_weighting.nnx_train import make_nnx_train_step as make_nnx_train_step
+from jax_ddp_weighting.step import (
+    StepOptions,
+    check_optimizer_args,
+    check_takes,
+    compiled_once,
+    counts_windows,
+    global_step,
+    window_weight,
+)
+from jax_ddp_weighting.step import StepReport as StepReport
+from jax_ddp_weighting.weighting import LossFn
 
 TrainStep = Callable[..., tuple[Any, StepReport]]
 
@@ -50,33 +35,52 @@ def make_train_step(
     microbatches: int = 1,
     engine: str = "shard_map",
     coefficients: Mapping[str, Any] | None = None,
+    mutable: str | Sequence[str] = (),
+    rng_per: str = "rank",
     axis_name: AxisName = "data",
 ) -> TrainStep:
     """A compiled step `(state, batch, rng=None) -> (state, report)` for a flax `TrainState`.
 
     The rule: the gradient of the global weighted mean is applied once per step. A step in which
     nothing has weight changes nothing: not the parameters, not the optimizer's state, not the count
-    that schedules read. (A zero gradient would not do: AdamW moves parameters on one.)
+    that schedules read, no collection. (A zero gradient would not do: AdamW moves parameters on
+    one.)
+
+    What is to be reported beside the loss, such as an accuracy, is a term of coefficient 0: it is
+    counted over all ranks and microbatches like the loss, and pulls on nothing. Loss scaling and
+    leaving out steps of infinite gradients are optax's (`optax.apply_if_finite`).
 
     Args:
         loss_fn: `loss_fn(params, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
             that `coefficients` combines; `loss_fn(params, batch, rng)` where the step is given an
-            rng, which is folded with the rank and the microbatch.
-        mesh: a mesh with the data axis. Parameters may be sharded over other axes.
+            rng.
+        mesh: a mesh with the data axis. Parameters may be sharded over other axes (and under
+            `"jit"` over this one): each stays where it lies.
         microbatches: how many microbatches each rank splits its rows into.
-        engine: `"shard_map"`, `"jit"` (the global view: one rng for all rows) or `"pmap"`.
+        engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
         coefficients: one factor per term.
+        mutable: names of flax collections that the model updates, such as `"batch_stats"`, each a
+            field of the state. `loss_fn` is then given variables in place of parameters,
+            `{"params": ..., "batch_stats": ...}`, and returns `(sums, updates)`, the updates as
+            `model.apply(variables, ..., mutable=[...])` returns them. Microbatches update them in
+            order. They must come out the same on every rank, or the step raises.
+        rng_per: `"rank"` folds the rng with the rank and the microbatch; the global view of `jit`
+            has one rng for all rows. `"example"` gives `loss_fn` an array of keys `[rows]`, each
+            made of the rng and the row's id alone, so that dropout is the same for every number of
+            ranks, rows and microbatches.
         axis_name: the data axis.
 
     Returns:
         A function that compiles once for a run, short last steps included. It places the state and
         the batch on the mesh if they are elsewhere, and donates the state that it was given: use
-        the one that it returns.
+        the one that it returns. Further keyword arguments go to the optimizer's `update`; an
+        optimizer made by `weighted_multi_steps` is given the step's weight by itself.
 
     Raises:
-        ValueError: the mesh lacks the axis, the engine is unknown, or the batch's rows do not
-            divide by the ranks. See `value_and_grad` for what a loss function may do wrong.
-        TypeError: the step is given something else than a `Batch`.
+        ValueError: the mesh lacks the axis, an option is unknown, the batch's rows do not divide by
+            the ranks and microbatches, or a collection may differ from rank to rank.
+        TypeError: the step is given something else than a state, a `Batch` and a key. See
+            `value_and_grad` for what a loss function may do wrong.
 
     Example:
         >>> import optax
@@ -91,78 +95,98 @@ def make_train_step(
         >>> state, report = step(state, batch)
         >>> float(state.params["w"]), float(report.loss.value), bool(report.skipped)
         (2.0, 5.0, False)
+
+        Dropout that does not depend on how rows are split:
+
+        >>> def noisy_loss(params, batch, keys):
+        ...     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5))(keys)
+        ...     return weighted_sum(params["w"] * kept * batch.data, batch.weights)
+        >>> step = make_train_step(noisy_loss, data_mesh(1), rng_per="example")
+        >>> state, report = step(state, batch, jax.random.key(0))
     """
-    if engine not in ENGINES:
-        raise ValueError(
-            f"make_train_step: engine must be one of {', '.join(ENGINES)}, got {engine!r}. "
-            '"shard_map" is the default.'
-        )
-    ranks = meshes.num_ranks(mesh, axis_name, caller="make_train_step")
-    if engine == "pmap":  # pmap's own arrays have axes of type Auto
-        mesh = Mesh(mesh.devices, mesh.axis_names)
-    mapped_axis = None if engine == "jit" else axis_name
-    factors = {**(coefficients or {"loss": 1.0}), _ACCEPTED: 0.0}
-    gradient = value_and_grad(
-        _with_accepted(loss_fn, coefficients),
-        axis_name=mapped_axis,
-        microbatches=microbatches,
-        coefficients=factors,
+    options = StepOptions(
+        "make_train_step", mesh, microbatches, engine, coefficients, rng_per, axis_name
     )
+    names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+    gradient = global_step(_with_collections(loss_fn, names), options)
 
-    def rank_gradient(replicated: tuple[PyTree, Array | None], batch: Batch) -> Any:
-        params, rng = replicated
-        if rng is not None and mapped_axis is not None:
-            rng = jax.random.fold_in(rng, jax.lax.axis_index(mapped_axis))
-        return gradient(params, batch, rng)
+    def step(
+        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]
+    ) -> tuple[Any, StepReport]:
+        collections = {name: getattr(state, name) for name in names}
+        report, gradients, collections = gradient(state.params, collections, batch, rng)
+        windows = counts_windows(state.opt_state)
+        if windows:
+            extra = {"weight": window_weight(report, coefficients), **extra}
 
-    mesh_gradient = meshes.over_ranks(rank_gradient, mesh, axis_name=axis_name, engine=engine)
+        def applied() -> Any:
+            return _applied(state, gradients, collections, extra)
 
-    def step(state: Any, batch: Batch, rng: Array | None) -> tuple[Any, StepReport]:
-        loss, gradients = mesh_gradient((state.params, rng), batch)
-        terms = dict(loss.terms)
-        weight = terms.pop(_ACCEPTED).weight
-        counted = [term.weight > 0 for term in terms.values()]
-        skipped = (weight == 0) | ~jnp.any(jnp.stack(counted))
-        state = jax.lax.cond(skipped, lambda: state, lambda: state.apply_gradients(grads=gradients))
-        return state, StepReport(GlobalLoss(loss.value, terms), weight, skipped)
+        if windows:
+            return applied(), report
+        return jax.lax.cond(report.skipped, lambda: state, applied), report
 
-    @cache
-    def compiled(structure: Any, shardings: tuple[Any, ...]) -> Any:
-        # Pinned, so that XLA cannot return the state placed otherwise than it came: a second
-        # compilation, and for sharded parameters a slow one-off reshuffle.
-        placement = structure.unflatten(shardings)
-        return jax.jit(step, donate_argnums=0, out_shardings=(placement, None))
+    run = compiled_once(step, options)
 
-    def train_step(state: Any, batch: Batch, rng: Array | None = None) -> tuple[Any, StepReport]:
-        _check_batch(batch, ranks)
-        state = meshes.placed(state, meshes.replicated_sharding(mesh))
-        batch = meshes.placed(batch, meshes.row_sharding(mesh, axis_name))
-        leaves, structure = jax.tree.flatten(state)
-        return compiled(structure, tuple(leaf.sharding for leaf in leaves))(state, batch, rng)
+    def train_step(
+        state: Any, batch: Batch, rng: Array | None = None, **optimizer_args: Any
+    ) -> tuple[Any, StepReport]:
+        _check_state(state, names, optimizer_args)
+        return run(state, batch, rng, optimizer_args)
 
     return train_step
 
 
-_ACCEPTED = "accepted rows"  # a term of no value whose weight rides along with the others'
+def _with_collections(loss_fn: LossFn, names: tuple[str, ...]) -> LossFn:
+    def with_collections(
+        params: PyTree, batch: Batch, *rng: Array, state: dict[str, PyTree]
+    ) -> tuple[Any, dict[str, PyTree]]:
+        first = "variables" if names else "params"
+        arguments = f"{first}, batch, rng" if rng else f"{first}, batch"
+        check_takes("make_train_step", loss_fn, arguments, 2 + len(rng))
+        if not names:
+            return loss_fn(params, batch, *rng), state
+        out = loss_fn({"params": params, **state}, batch, *rng)
+        if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)):
+            raise TypeError(
+                "make_train_step: loss_fn must return (sums, updates) where mutable is given, got "
+                f"{type(out).__name__}. The updates are the second value of "
+                f"model.apply(variables, ..., mutable={list(names)})."
+            )
+        sums, updates = out
+        if set(updates) != set(names):
+            raise ValueError(
+                f"make_train_step: loss_fn must return updates of {sorted(names)}, got "
+                f"{sorted(updates)}. Name in mutable what model.apply(..., mutable=...) names."
+            )
+        return sums, {name: updates[name] for name in names}
+
+    return with_collections
 
 
-def _with_accepted(loss_fn: LossFn, coefficients: Mapping[str, Any] | None) -> LossFn:
-    def with_accepted(params: PyTree, batch: Batch, *rng: Array) -> dict[str, WeightedSum]:
-        terms = named_terms(loss_fn(params, batch, *rng), coefficients)
-        return {**terms, _ACCEPTED: WeightedSum(jnp.zeros(()), jnp.sum(batch.weights))}
+def _applied(
+    state: Any, gradients: PyTree, collections: dict[str, PyTree], extra: dict[str, Any]
+) -> Any:
+    if not extra:
+        return state.apply_gradients(grads=gradients, **collections)
+    # TrainState knows no extra arguments, so they are bound to its optimizer for the one call.
+    tx = state.tx
+    bound = optax.GradientTransformation(tx.init, partial(tx.update, **extra))
+    state = state.replace(tx=bound).apply_gradients(grads=gradients, **collections)
+    return state.replace(tx=tx)
 
-    return with_accepted
 
-
-def _check_batch(batch: Any, ranks: int) -> None:
-    if not isinstance(batch, Batch):
+def _check_state(state: Any, names: tuple[str, ...], optimizer_args: dict[str, Any]) -> None:
+    if not (hasattr(state, "params") and hasattr(state, "apply_gradients")):
         raise TypeError(
-            f"train step: batch must be a Batch, got {type(batch).__name__}. "
-            "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
+            f"train step: state must be a flax TrainState, got {type(state).__name__}. "
+            "TrainState.create(apply_fn=..., params=..., tx=...) makes one; for an nnx.Module "
+            "there is make_nnx_train_step."
         )
-    rows = batch.weights.shape[0]
-    if rows % ranks:
-        raise ValueError(
-            f"train step: batch must have rows that divide by {ranks} ranks, got {rows}. Fill up "
-            "with rows of weight 0, as batches(plan, ...) does."
-        )
+    for name in names:
+        if not hasattr(state, name):
+            raise TypeError(
+                f"train step: state must have a field for each name in mutable, got none for "
+                f"{name!r}. Add it to a subclass, class State(TrainState): {name}: Any."
+            )
+    check_optimizer_args(state.tx, optimizer_args)

@@ -26,7 +26,7 @@ from jax_ddp_weighting.sums import divided
 from jax_ddp_weighting.sums import valid_labels as valid_labels
 from jax_ddp_weighting.sums import weighted_sum as weighted_sum
 from jax_ddp_weighting.terms import LossFn as LossFn
-from jax_ddp_weighting.terms import counts, described, unpacked
+from jax_ddp_weighting.terms import counts, described, kept, unpacked
 from jax_ddp_weighting.terms import named_terms as named_terms
 
 
@@ -119,6 +119,7 @@ def value_and_grad(
     microbatches: int = 1,
     coefficients: Mapping[str, Any] | None = None,
     has_aux: bool = False,
+    has_state: bool = False,
 ) -> Callable[..., tuple[Any, PyTree]]:
     """The global weighted mean and its gradient, the same in every regime and on every rank.
 
@@ -141,18 +142,25 @@ def value_and_grad(
         coefficients: one factor per term, for loss functions that return a dict. A term of
             coefficient 0 is a metric: it is summed and reported, and pulls no gradient.
         has_aux: `loss_fn` returns `(sums, aux)`.
+        has_state: `loss_fn(params, batch, state=state)` returns `(sums, state)`, or
+            `(sums, state, aux)`. A state is what a model keeps beside its parameters, such as
+            running batch statistics. It passes through the microbatches in order, and has no
+            gradient and no say in the weights.
 
     Returns:
         A function `(params, batch, rng=None) -> (GlobalLoss, gradients)`, or
-        `((GlobalLoss, aux), gradients)` with `has_aux`. `batch` is a pytree of arrays with one
-        leading axis of rows. Gradients have the shapes and dtypes of `params`. `aux` is the rank's
+        `((GlobalLoss, aux), gradients)` with `has_aux`; or
+        `(params, batch, rng=None, *, state) -> ((GlobalLoss, state), gradients)` with `has_state`,
+        `aux` coming last with both. `batch` is a pytree of arrays with one leading axis of rows.
+        Gradients have the shapes and dtypes of `params`. `aux` is the rank's
         own, stacked along a new leading axis when there are several microbatches. A given `rng` is
         folded with the microbatch's number and passed as `loss_fn(params, batch, rng)`.
 
     Raises:
         TypeError: `loss_fn` returns anything but `WeightedSum`s; parameters are not floats.
         ValueError: the microbatches do not divide the rows; `coefficients` do not name the terms;
-            the axis is not mapped.
+            the axis is not mapped; the state comes back in another shape, or not the same on every
+            rank (as far as types tell: in `shard_map` with its varying-axes check).
 
     Matches: one device that holds the whole batch, to 1e-12 in float64, in all five regimes on jax
         0.10.2 and 0.12.0 (tests/test_weighting.py).
@@ -173,7 +181,7 @@ def value_and_grad(
         )
 
     def global_value_and_grad(
-        params: PyTree, batch: PyTree, rng: Array | None = None
+        params: PyTree, batch: PyTree, rng: Array | None = None, *, state: PyTree = None
     ) -> tuple[Any, PyTree]:
         params = jax.tree_util.tree_map_with_path(_parameter, params)
         if axis_name is not None:
@@ -182,13 +190,18 @@ def value_and_grad(
 
         factors = coefficients if coefficients is not None else {"loss": 1.0}
 
-        def sums_of(params: PyTree, k: Any) -> tuple[Totals, tuple[Totals, Totals, Any]]:
+        def sums_of(params: PyTree, k: Any, state: PyTree) -> tuple[Totals, Any]:
             """The totals to pull back, beside what no gradient flows through."""
             args = (_microbatch(batch, k, microbatches),)
             if rng is not None:
                 args += (rng if microbatches == 1 else jax.random.fold_in(rng, k),)
-            out = loss_fn(params, *args)
-            sums, aux = unpacked(out) if has_aux else (out, None)
+            if has_state:
+                out = loss_fn(params, *args, state=state)
+                sums, new_state, *aux = unpacked(out, "state", *["aux"] * has_aux)
+                state = kept(state, new_state, axis_name)
+            else:
+                out = loss_fn(params, *args)
+                sums, *aux = unpacked(out, "aux") if has_aux else (out,)
             sums = jax.tree.map(jnp.asarray, named_terms(sums, coefficients))
             if axis_name is not None:
                 # Also what is the same on every rank, so that it is pulled back from every rank.
@@ -197,36 +210,45 @@ def value_and_grad(
             for name, each in sums.items():
                 pulls = counts(factors[name]) and jnp.issubdtype(each.total.dtype, jnp.inexact)
                 (pulled if pulls else metrics)[name] = each.total
-            return pulled, (metrics, {name: each.weight for name, each in sums.items()}, aux)
+            weights = {name: each.weight for name, each in sums.items()}
+            return pulled, (metrics, weights, state, aux)
 
-        def gradients_of(params: PyTree, k: Any, weights_of: Callable[[Totals], Totals]) -> Any:
-            pulled, pull, (metrics, weights, aux) = jax.vjp(
-                lambda params: sums_of(params, k), params, has_aux=True
+        def gradients_of(
+            k: Any, state: PyTree, weights_of: Callable[[Totals], Totals]
+        ) -> tuple[PyTree, Totals, Totals, PyTree, list[Any]]:
+            pulled, pull, (metrics, weights, state, aux) = jax.vjp(
+                lambda params: sums_of(params, k, state), params, has_aux=True
             )
             weights = weights_of(weights)
             cotangents = {
                 name: _like(divided(jnp.asarray(factors[name], total.dtype), weights[name]), total)
                 for name, total in pulled.items()
             }
-            return {**pulled, **metrics}, weights, aux, pull(cotangents)[0]
+            return pull(cotangents)[0], {**pulled, **metrics}, weights, state, aux
 
         if microbatches == 1:
-            totals, weights, aux, gradients = gradients_of(
-                params, 0, lambda weights: _psum_scalars(weights, axis_name)
+            gradients, totals, weights, state, aux = gradients_of(
+                0, state, lambda weights: _psum_scalars(weights, axis_name)
             )
         else:
             steps = jnp.arange(microbatches)
-            _, weights = lax.scan(lambda _, k: (None, sums_of(params, k)[1][1]), None, steps)
+
+            def weights_at(carry: None, k: Array) -> tuple[None, Totals]:
+                _, (_, weights, _, _) = sums_of(params, k, state)
+                return carry, weights
+
+            _, weights = lax.scan(weights_at, None, steps)
             weights = _psum_scalars(jax.tree.map(jnp.sum, weights), axis_name)
 
-            def accumulated(gradients: PyTree, k: Array) -> tuple[PyTree, tuple[Totals, Any]]:
-                totals, _, aux, added = gradients_of(params, k, lambda _: weights)
-                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, added), (
-                    totals,
-                    aux,
-                )
+            def accumulated(carry: tuple[PyTree, PyTree], k: Array) -> tuple[Any, Any]:
+                gradients, state = carry
+                added, totals, _, state, aux = gradients_of(k, state, lambda _: weights)
+                gradients = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, added)
+                return (gradients, state), (totals, aux)
 
-            gradients, (totals, aux) = lax.scan(accumulated, _zeros_like(params), steps)
+            (gradients, state), (totals, aux) = lax.scan(
+                accumulated, (_zeros_like(params), state), steps
+            )
             totals = jax.tree.map(jnp.sum, totals)
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
 
@@ -237,7 +259,8 @@ def value_and_grad(
         counted = [factors[name] * terms[name].mean() for name in terms if counts(factors[name])]
         value = sum(counted, start=jnp.zeros(()))
         loss = GlobalLoss(value, terms)
-        return ((loss, aux), gradients) if has_aux else (loss, gradients)
+        extras = [state] * has_state + aux
+        return ((loss, *extras) if extras else loss), gradients
 
     return global_value_and_grad
 
