@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.audit import EpochAudit as EpochAudit
     from jax_ddp_weighting.audit import Ledger as Ledger
     from jax_ddp_weighting.audit import audit_ids as audit_ids
+    from jax_ddp_weighting.evaluation import evaluate as evaluate
     from jax_ddp_weighting.feed import Batch as Batch
     from jax_ddp_weighting.feed import batches as batches
+    from jax_ddp_weighting.gathering import gather_by_id as gather_by_id
     from jax_ddp_weighting.mesh import data_mesh as data_mesh
     from jax_ddp_weighting.mesh import force_cpu_devices as force_cpu_devices
     from jax_ddp_weighting.order import keyed_order as keyed_order
@@ -43,6 +45,8 @@ _PUBLIC = {
     "weighting": ("GlobalLoss", "value_and_grad", "rank_share"),
     "feed": ("Batch", "batches"),
     "train": ("make_train_step",),
+    "gathering": ("gather_by_id",),
+    "evaluation": ("evaluate",),
     "parity": ("check_gradients", "ParityError"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
