@@ -134,17 +134,21 @@ def gather_by_id(
 
 def _leaves(everyone: Sequence[Mapping[str, Any]], pad: Any) -> list[Leaf]:
     """What the leaves are, once it is clear that all processes gather the same thing."""
-    for key, noun in (
-        ("arguments", "num_examples, to and pad"),
-        ("structure", "the structure of predictions"),
-        ("global", "global or local arrays"),
+    for key, noun, remedy in (
+        ("arguments", "num_examples, to and pad", "They are no matter of the process."),
+        ("global", "global arrays", "Gather batches everywhere, or host arrays everywhere."),
+        (
+            "structure",
+            "the structure of predictions",
+            "A process without rows gives arrays [0, ...] of the same structure.",
+        ),
     ):
         for process, each in enumerate(everyone):
             if each[key] != everyone[0][key]:
                 raise ValueError(
                     f"gather_by_id: {noun} must be the same on every process, got "
-                    f"{everyone[0][key]} on process 0 and {each[key]} on process {process}. A "
-                    "process without rows gives arrays [0, ...] of the same structure."
+                    f"{everyone[0][key]} on process 0 and {each[key]} on process {process}. "
+                    f"{remedy}"
                 )
     filled = [
         (f" on process {process}" if len(everyone) > 1 else "", each["leaves"])

@@ -140,16 +140,6 @@ class _Step:
         ids = _checked_ids(ids, where, caller)
         self.rows = len(ids)
         self._weights = None if weights is None else _array(weights)
-        if self._weights is not None and self._weights.shape != ids.shape:
-            raise ValueError(
-                f"{caller}: weights must have the shape of ids, got weights {self._weights.shape} "
-                f"and ids {ids.shape}{where}. A row has one weight."
-            )
-        if self._weights is not None and self._weights.dtype.kind not in "biufV":
-            raise TypeError(
-                f"{caller}: weights must be numbers, got {self._weights.dtype}{where}. "
-                "1 counts, 0 is padding."
-            )
         paths, self.treedef = jax.tree_util.tree_flatten_with_path(
             predictions, is_leaf=_is_list_of_scalars
         )
@@ -159,16 +149,7 @@ class _Step:
                 "array [rows, ...], or a pytree of them."
             )
         self.names = [jax.tree_util.keystr(path) for path, _ in paths]
-        arrays = []
-        for name, (_, leaf) in zip(self.names, paths, strict=True):
-            leaf = _checked_leaf(_array(leaf), f"predictions{name}{where}", caller)
-            if leaf.shape[:1] != ids.shape:
-                raise ValueError(
-                    f"{caller}: predictions must have one row per id, got shape {leaf.shape} at "
-                    f"predictions{name} and {len(ids)} ids{where}. Gather whole batches, padding "
-                    "rows and their weights included."
-                )
-            arrays.append(leaf)
+        arrays = [_array(leaf) for _, leaf in paths]
         everything = [ids, *arrays] + ([] if self._weights is None else [self._weights])
         spread = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in everything]
         if any(spread) and not all(spread):
@@ -178,6 +159,12 @@ class _Step:
                 "has them."
             )
         self.is_global = any(spread)
+        if self._weights is not None:
+            _check_weights(self._weights, ids, where, caller)
+        arrays = [
+            _checked_leaf(leaf, ids, name, where, caller)
+            for name, leaf in zip(self.names, arrays, strict=True)
+        ]
         self.ids = _Column(ids)
         self.leaves = [_Column(leaf) for leaf in arrays]
         self.count = 0
@@ -313,13 +300,33 @@ def _checked_ids(ids: Any, where: str, caller: str) -> Any:
     return ids
 
 
-def _checked_leaf(leaf: Any, name: str, caller: str) -> Any:
+def _check_weights(weights: Any, ids: Any, where: str, caller: str) -> None:
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"{caller}: weights must have the shape of ids, got weights {weights.shape} and ids "
+            f"{ids.shape}{where}. A row has one weight."
+        )
+    if weights.dtype.kind not in "biufV":
+        raise TypeError(
+            f"{caller}: weights must be numbers, got {weights.dtype}{where}. 1 counts, 0 is "
+            "padding."
+        )
+
+
+def _checked_leaf(leaf: Any, ids: Any, name: str, where: str, caller: str) -> Any:
     plain = isinstance(leaf.dtype, np.dtype) and not leaf.dtype.names and leaf.ndim > 0
-    if plain and leaf.dtype.kind in "biufcUSV":
-        return leaf
     if plain and leaf.dtype.kind in "OT" and all(isinstance(x, str) for x in leaf.flat):
-        return leaf.astype(str)
-    raise TypeError(
-        f"{caller}: predictions must be arrays [rows, ...] of numbers or strings, got "
-        f"{leaf.dtype}{list(leaf.shape)} at {name}. Bring what belongs to a row into arrays."
-    )
+        leaf = leaf.astype(str)
+    if not plain or leaf.dtype.kind not in "biufcUSV":
+        raise TypeError(
+            f"{caller}: predictions must be arrays [rows, ...] of numbers or strings, got "
+            f"{leaf.dtype}{list(leaf.shape)} at predictions{name}{where}. Bring what belongs to a "
+            "row into arrays."
+        )
+    if leaf.shape[:1] != ids.shape:
+        raise ValueError(
+            f"{caller}: predictions must have one row per id, got shape {leaf.shape} at "
+            f"predictions{name} and {len(ids)} ids{where}. Gather whole batches, padding rows and "
+            "their weights included."
+        )
+    return leaf
