@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.audit import EpochAudit as EpochAudit
     from jax_ddp_weighting.audit import Ledger as Ledger
     from jax_ddp_weighting.audit import audit_ids as audit_ids
+    from jax_ddp_weighting.evaluation import evaluate as evaluate
     from jax_ddp_weighting.feed import Batch as Batch
     from jax_ddp_weighting.feed import batches as batches
+    from jax_ddp_weighting.gathering import gather_by_id as gather_by_id
     from jax_ddp_weighting.mesh import data_mesh as data_mesh
     from jax_ddp_weighting.mesh import force_cpu_devices as force_cpu_devices
     from jax_ddp_weighting.multi_steps import weighted_multi_steps as weighted_multi_steps
@@ -47,6 +49,8 @@ _PUBLIC = {
     "multi_steps": ("weighted_multi_steps",),
     "nnx_train": ("make_nnx_train_step",),
     "train": ("make_train_step",),
+    "gathering": ("gather_by_id",),
+    "evaluation": ("evaluate",),
     "parity": ("check_gradients", "ParityError"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}

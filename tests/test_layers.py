@@ -10,9 +10,21 @@ import pytest
 import jax_ddp_weighting
 
 PACKAGE = Path(jax_ddp_weighting.__file__).parent
-NUMPY_HALF = ["arguments", "order", "tally", "coverage", "audit", "plan", "views", "sampler"]
-JAX_HALF = ["mesh", "sums", "terms", "weighting", "feed"]
-JAX_HALF += ["multi_steps", "step", "nnx_train", "train", "parity"]
+NUMPY_HALF = """
+    arguments
+    order
+    tally coverage audit
+    plan
+    views sampler
+""".split()
+JAX_HALF = """
+    mesh
+    sums terms weighting
+    feed
+    multi_steps step nnx_train train
+    exchange predictions rows gathering evaluation
+    parity
+""".split()
 HOUSE = NUMPY_HALF + JAX_HALF
 
 

@@ -1,0 +1,370 @@
+"""Predictions in the order of their ids: each id once, conflicts found, nothing by position."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int64, Integer, PyTree, Shaped
+
+from jax_ddp_weighting.audit import CoverageError, audit_ids
+
+_LISTED = 10_000  # ids that a result lists; the rest it counts
+_SHOWN = 10  # ids that an error shows
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions in the order of their ids, each id once.
+
+    Args:
+        ids: int64 (uint64 where one needs it, or strings) ``[rows]``, ascending, no two alike.
+        predictions: a pytree of host arrays ``[rows, ...]``; row ``j`` belongs to ``ids[j]``.
+        lengths: where rows were padded: int32 ``[rows]`` for each leaf, the width that the row had;
+            None for leaves without a width. None where padding was not asked for.
+        duplicated: id -> accepted rows, where equal copies were dropped; ascending, the first
+            10,000 of them.
+        num_duplicated: how many ids had copies, listed or not.
+    """
+
+    ids: Any
+    predictions: Any
+    lengths: Any = None
+    duplicated: Mapping[Any, int] = field(default_factory=dict)
+    num_duplicated: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, ids: Any) -> PyTree:
+        """The predictions for some ids, in the order in which they are asked for.
+
+        So the order in which rows were read is never lost: it is the order of the ids read.
+
+        Args:
+            ids: ids ``[rows]`` of the same kind; repeated ones are repeated.
+
+        Returns:
+            The pytree of predictions, arrays ``[rows, ...]``.
+
+        Raises:
+            CoverageError: an id has no prediction. It names the ids.
+
+        Example:
+            >>> found = gather_by_id([7, 5, 6], [1, 1, 1], [0.7, 0.5, 0.6])
+            >>> found.take([7, 6]).tolist()
+            [0.7, 0.6]
+        """
+        wanted = np.asarray(ids)
+        found = len(self.ids) > 0
+        places = np.searchsorted(self.ids, wanted).clip(max=max(0, len(self.ids) - 1))
+        missing = np.unique(wanted[self.ids[places] != wanted] if found else wanted)
+        if missing.size:
+            raise CoverageError(
+                f"Predictions.take: ids must have predictions, got {listed(missing.tolist())} "
+                f"without one. {len(self.ids)} ids have one."
+            )
+        return jax.tree.map(lambda leaf: leaf[places], self.predictions)
+
+
+def listed(values: Sequence[Any], count: int | None = None) -> str:
+    """At most ten values, and how many more."""
+    count = len(values) if count is None else count
+    shown = ", ".join(map(str, values[:_SHOWN]))
+    return f"{shown} and {count - _SHOWN} more" if count > _SHOWN else shown
+
+
+# --- which row goes where -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Places:
+    """For each of many rows, the place of its id among the different ids, ascending."""
+
+    ids: Shaped[np.ndarray, " unique"]
+    place: Integer[np.ndarray, " rows"]
+    counts: Int64[np.ndarray, " unique"] | None  # rows of each id; None where all have one
+
+    def duplicated(self) -> tuple[dict[Any, int], int]:
+        """The first ids that have several rows, with their numbers, and how many there are."""
+        if self.counts is None:
+            return {}, 0
+        several = np.flatnonzero(self.counts > 1)
+        first = several[:_LISTED]
+        pairs = zip(self.ids[first].tolist(), self.counts[first].tolist(), strict=True)
+        return dict(pairs), len(several)
+
+
+def places_by_id(
+    ids: Shaped[np.ndarray, " rows"], num_examples: int | None, *, caller: str
+) -> Places:
+    """Where each row goes when rows are put in the order of their ids.
+
+    Args:
+        ids: int64 or uint64 ids, or strings; the memory of integers is reused.
+        num_examples: how many different ids there must be; integers must be exactly
+            ``[0, num_examples)``.
+        caller: who speaks in errors.
+
+    Raises:
+        CoverageError: ids are missing or out of range.
+    """
+    if num_examples is None or ids.dtype.kind not in "iu":
+        places = _ranked(ids)
+        if num_examples is not None and len(places.ids) != num_examples:
+            raise CoverageError(
+                f"{caller}: {len(places.ids)} different ids found, num_examples is {num_examples}. "
+                "Only integer ids can be named when they are missing: number the examples."
+            )
+        return places
+    audit = audit_ids(ids, num_examples)
+    if audit.num_omitted or audit.num_out_of_range:
+        try:
+            audit.check_exactly_once()
+        except CoverageError as error:
+            raise CoverageError(f"{caller}: {error}") from None
+    # every id is there: an id is its own place
+    counts = np.bincount(ids, minlength=num_examples) if audit.num_duplicated else None
+    return Places(np.arange(num_examples), ids.astype(np.int64, copy=False), counts)
+
+
+def _ranked(ids: Shaped[np.ndarray, " rows"]) -> Places:
+    rows = len(ids)
+    order, ascending = _sorted(ids)
+    first = np.ones(rows, bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
+    place = np.empty(rows, np.int32 if rows < 2**31 else np.int64)
+    before = -1
+    for start in range(0, rows, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        ranks = before + np.cumsum(first[block])
+        place[order[block]] = ranks
+        before = ranks[-1]
+    if first.all():
+        return Places(ascending, place, None)
+    starts = np.flatnonzero(first)
+    return Places(ascending[starts], place, np.diff(starts, append=rows))
+
+
+def _sorted(ids: Shaped[np.ndarray, " rows"]) -> tuple[np.ndarray, np.ndarray]:
+    """`argsort(ids)` and the ids in that order.
+
+    Where id and row fit into one word, that word is sorted: nine times as fast as numpy's argsort,
+    and in the memory of the ids.
+    """
+    bits = max(0, len(ids) - 1).bit_length()
+    if len(ids) and ids.dtype.kind in "iu":
+        low, high = int(ids.min()), int(ids.max())
+        if high - low < 2 ** (63 - bits):
+            word = ids.dtype.type
+            ids -= word(low)
+            ids <<= word(bits)
+            for start in range(0, len(ids), _BLOCK):
+                block = ids[start : start + _BLOCK]
+                block |= np.arange(start, start + len(block), dtype=ids.dtype)
+            ids.sort()
+            order = ids & word((1 << bits) - 1)
+            ids >>= word(bits)
+            ids += word(low)
+            return order.astype(np.intp, copy=False), ids
+    order = np.argsort(ids, kind="stable")
+    return order, ids[order]
+
+
+# --- the rows themselves --------------------------------------------------------------------------
+
+
+Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
+"""`(name, shape, dtype)` -> an array to fill."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What one leaf of the predictions is, in every process and every part of them.
+
+    `shape` is that of a row, the widest where `ragged` ones are padded with `fill`.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    ragged: bool = False
+    fill: Any = None
+
+    def padded(self, rows: np.ndarray) -> np.ndarray:
+        """The rows, as wide as the widest."""
+        if rows.shape[1:] == self.shape:
+            return rows
+        wide = np.full((len(rows), *self.shape), self.fill, self.dtype)
+        wide[:, : rows.shape[1]] = rows
+        return wide
+
+
+def columns_like(leaves: Sequence[Leaf]) -> list[tuple[np.dtype, tuple[int, ...]]]:
+    """Each column's dtype and shape of a row: the leaves, then the widths of ragged ones."""
+    widths = [(np.dtype(np.int32), ()) for leaf in leaves if leaf.ragged]
+    return [(leaf.dtype, leaf.shape) for leaf in leaves] + widths
+
+
+def columns_of(rows: Sequence[np.ndarray], leaves: Sequence[Leaf]) -> list[np.ndarray]:
+    """Rows as columns: padded, with the widths that they had."""
+    widths = [
+        np.full(len(each), each.shape[1], np.int32)
+        for each, leaf in zip(rows, leaves, strict=True)
+        if leaf.ragged
+    ]
+    return [leaf.padded(each) for each, leaf in zip(rows, leaves, strict=True)] + widths
+
+
+def agreed_leaves(
+    found: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], pad: Any, *, caller: str
+) -> list[Leaf]:
+    """What the leaves are, where several sources tell what theirs are.
+
+    Args:
+        found: `(where, leaves)` of each source that has rows: of each leaf its `name`, and the
+            `dtypes` and `shapes` of its rows.
+        pad: what to fill narrower rows with; None refuses them.
+        caller: who speaks in errors.
+
+    Raises:
+        TypeError: a leaf has several dtypes.
+        ValueError: a leaf has rows of several shapes and `pad` is None, or of shapes that differ in
+            more than the first axis of a row.
+    """
+    leaves = []
+    for j, leaf in enumerate(found[0][1]):
+        dtypes: dict[Any, str] = {}
+        shapes: dict[tuple[int, ...], str] = {}
+        for where, others in found:
+            for dtype in others[j]["dtypes"]:
+                dtypes.setdefault(dtype_of(dtype), where)
+            for shape in others[j]["shapes"]:
+                shapes.setdefault(tuple(shape), where)
+        leaves.append(_agreed(leaf["name"], dtypes, shapes, pad, caller))
+    return leaves
+
+
+def _agreed(
+    name: str, dtypes: Mapping[Any, str], shapes: Mapping[Any, str], pad: Any, caller: str
+) -> Leaf:
+    def differing(found: Mapping[Any, str]) -> str:
+        (a, at), (b, bt), *_ = found.items()
+        return f"got {a}{at} and {b}{bt} at predictions{name}"
+
+    dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
+    if len(dtypes) > 1 and not (dtype.kind in "US" and len({each.kind for each in dtypes}) == 1):
+        raise TypeError(
+            f"{caller}: predictions must have one dtype everywhere, {differing(dtypes)}. "
+            "Cast them to one first."
+        )
+    if len(shapes) == 1:
+        (shape,) = shapes
+        return Leaf(name, dtype, shape, ragged=pad is not None and len(shape) > 0)
+    if len({(len(shape), *shape[1:]) for shape in shapes}) > 1:
+        raise ValueError(
+            f"{caller}: predictions must have rows of one shape everywhere, or of one shape but "
+            f"for their first axis where pad= is given, {differing(shapes)}. Bring them to one "
+            "shape."
+        )
+    if pad is None:
+        raise ValueError(
+            f"{caller}: predictions must have rows of one shape everywhere, {differing(shapes)}. "
+            "pad= fills narrower rows up to the widest and keeps their lengths."
+        )
+    try:
+        fill = np.full((), pad, dtype)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"{caller}: pad must be a value of the predictions' dtype, got {pad!r} for {dtype} at "
+            f"predictions{name}. Choose one that it holds."
+        ) from None
+    return Leaf(name, dtype, max(shapes), ragged=True, fill=fill)
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The dtype that `dtype_name` named; numpy alone does not know bfloat16 and its kin."""
+    return np.dtype(name) if name[0] in "<>|=" else jax.numpy.dtype(name)
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """A dtype's name, which includes the width of strings."""
+    return dtype.str if dtype.kind in "US" else dtype.name
+
+
+class Table:
+    """Rows put at the places of their ids, whatever order they come in. Filled once.
+
+    Args:
+        places: where each row goes.
+        leaves: what the predictions are.
+        allocate: makes the arrays, in memory where None.
+    """
+
+    def __init__(
+        self, places: Places, leaves: Sequence[Leaf], allocate: Allocate | None = None
+    ) -> None:
+        allocate = allocate or (lambda _, shape, dtype: np.empty(shape, dtype))
+        self._places = places
+        self._leaves = leaves
+        rows = len(places.ids)
+        names = [leaf.name for leaf in leaves]
+        names += [f"{leaf.name}.lengths" for leaf in leaves if leaf.ragged]
+        self._columns = [
+            allocate(name, (rows, *shape), dtype)
+            for name, (dtype, shape) in zip(names, columns_like(leaves), strict=True)
+        ]
+        self._several = None if places.counts is None else places.counts > 1
+        self._written = np.zeros(rows if places.counts is not None else 0, bool)
+        self._conflicts: set[int] = set()
+
+    def put(self, first: int, columns: Sequence[np.ndarray]) -> None:
+        """Rows `first`, `first + 1`, ... of `places.place`, as `columns_of` gives them."""
+        place = self._places.place[first : first + len(columns[0])]
+        if self._several is not None:
+            several = self._several[place]
+            if several.any():
+                self._put_copies(place[several], [column[several] for column in columns])
+                place = place[~several]
+                columns = [column[~several] for column in columns]
+        for into, column in zip(self._columns, columns, strict=True):
+            into[place] = column
+
+    def _put_copies(self, place: np.ndarray, columns: Sequence[np.ndarray]) -> None:
+        new = np.flatnonzero(~self._written[place])
+        new = new[np.unique(place[new], return_index=True)[1]]
+        alike = np.ones(len(place), bool)
+        for j, (into, column) in enumerate(zip(self._columns, columns, strict=True)):
+            into[place[new]] = column[new]
+            if j < len(self._leaves):
+                alike &= _rows_alike(into[place], column)
+            else:  # copies that were padded to different widths before: the widest
+                np.maximum.at(into, place, column)
+        self._written[place[new]] = True
+        self._conflicts.update(place[~alike].tolist())
+
+    def conflicts(self) -> list[Any]:
+        """The ids that several rows claim with different predictions, ascending."""
+        return self._places.ids[sorted(self._conflicts)].tolist()
+
+    def result(self, unflatten: Callable[[list[Any]], PyTree]) -> Predictions:
+        """The predictions, once every row has been put."""
+        duplicated, number = self._places.duplicated()
+        widths = iter(self._columns[len(self._leaves) :])
+        lengths = [next(widths) if leaf.ragged else None for leaf in self._leaves]
+        return Predictions(
+            self._places.ids,
+            unflatten(self._columns[: len(self._leaves)]),
+            unflatten(lengths) if any(leaf.ragged for leaf in self._leaves) else None,
+            duplicated,
+            number,
+        )
+
+
+def _rows_alike(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    same = a == b
+    if a.dtype.kind not in "US":
+        same |= (a != a) & (b != b)  # NaN is NaN here
+    return same.reshape(len(a), -1).all(axis=1)
