@@ -25,7 +25,10 @@ JAX_HALF = """
     exchange predictions rows gathering evaluation
     parity
 """.split()
-HOUSE = NUMPY_HALF + JAX_HALF
+FACE = """
+    idfiles walk summary console cli
+""".split()
+HOUSE = NUMPY_HALF + JAX_HALF + FACE
 
 
 def imported(source: str) -> set[str]:
@@ -71,8 +74,8 @@ def modules_after(statement: str) -> set[str]:
     return set(out.stdout.split())
 
 
-@pytest.mark.parametrize("module", NUMPY_HALF)
-def test_the_numpy_half_imports_no_jax(module):
+@pytest.mark.parametrize("module", NUMPY_HALF + FACE)
+def test_the_numpy_half_and_the_command_line_import_no_jax(module):
     # in a process of its own: this one has imported JAX long ago
     loaded = modules_after(f"import jax_ddp_weighting.{module}")
     assert "jax" not in loaded

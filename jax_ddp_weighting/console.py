@@ -1,0 +1,143 @@
+"""What commands print: tables for people, one JSON document for programs."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from jax_ddp_weighting.arguments import listed
+from jax_ddp_weighting.audit import CoverageError, EpochAudit
+from jax_ddp_weighting.summary import PlanSummary
+
+_WRONG = 3  # audits of which it is told what is wrong
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on standard output."""
+    print(json.dumps(document, indent=2))
+
+
+def print_line(text: str = "") -> None:
+    """A line, not folded: it may be searched or cut by other programs."""
+    Console(highlight=False, markup=False, soft_wrap=True).print(text)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table whose numbers stand right and whose words stand left."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for place, column in enumerate(columns):
+        words = any(isinstance(row[place], str) for row in rows)
+        table.add_column(column, justify="left" if words else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(shown(value) for value in row))
+    console = Console(highlight=False, markup=False)
+    # as wide as its numbers, which must not be cut where nothing says how wide the screen is
+    wanted = console.measure(table, options=console.options.update_width(1000)).maximum
+    console.width = max(console.width, wanted)
+    console.print(table)
+
+
+def shown(value: Any) -> str:
+    """A value as people read it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3g}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+@contextmanager
+def progress_bar(task: str, total: int) -> Iterator[Any]:
+    """A bar on standard error while something long runs; nothing where that is no terminal.
+
+    Args:
+        task: what is being done.
+        total: how many parts it has.
+
+    Returns:
+        A function that is told how many parts more are done.
+    """
+    console = Console(file=sys.stderr)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True,
+        disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        bar = progress.add_task(task, total=total)
+        yield lambda parts: progress.advance(bar, parts)
+
+
+_TAILS = {
+    "steps": "steps",
+    "slots": "slots",
+    "accepted": "accepted slots",
+    "padding": "slots of weight 0",
+    "copies": "copies that count",
+    "left_out": "ids left out",
+    "last_step": "accepted in the last step",
+}
+
+
+def print_plan(summary: PlanSummary) -> None:
+    """The tables of `plan`."""
+    plan, cost = summary.plan, summary.cost
+    print_table(
+        f"An epoch of {plan.epoch_length:,} ids over {plan.num_replicas:,} ranks,"
+        f" {plan.batch_size:,} rows each per step",
+        ["", *(each.tail + " (chosen)" * (each.tail == plan.tail) for each in summary.tails)],
+        [[said, *(getattr(each, name) for each in summary.tails)] for name, said in _TAILS.items()],
+    )
+    print_table(
+        f"Ranks in epoch {summary.epoch}",
+        ["rank", "accepted", "weight 0", "first ids"],
+        [
+            [each.rank, each.accepted, each.padding, listed(each.first_ids or ["-"])]
+            for each in summary.ranks
+        ],
+    )
+    if cost is not None:
+        print_line(
+            f"a rank's batch of {cost.rows:,} rows: {cost.milliseconds:.3g} ms, {cost.bytes:,}"
+            f" bytes (the whole order would take {cost.order_bytes:,})"
+        )
+    elif plan.steps_per_epoch:
+        print_line(
+            f"torch's order of {plan.num_examples:,} ids is made whole, 8 bytes an id and more:"
+            " too many to show here. --order keyed costs only the rows that are read."
+        )
+
+
+def print_audits(audits: Sequence[EpochAudit], new_order: Sequence[bool | None]) -> None:
+    """The table of `audit`, and what is wrong in the first of the audits that are."""
+    print_table(
+        f"Every one of {audits[0].num_examples:,} ids exactly once?",
+        ["epoch", "slots", "accepted", "unique", "twice+", "never", "stray", "new order", "right"],
+        [
+            [
+                a.epoch,
+                a.slots,
+                a.accepted,
+                a.unique,
+                a.num_duplicated,
+                a.num_omitted,
+                a.num_out_of_range,
+                new,
+                a.exactly_once,
+            ]
+            for a, new in zip(audits, new_order, strict=True)
+        ],
+    )
+    wrong = [a for a in audits if not a.exactly_once]
+    for each in wrong[:_WRONG]:
+        try:
+            each.check_exactly_once()
+        except CoverageError as error:
+            print_line(str(error))
+    if len(wrong) > _WRONG:
+        print_line(f"and {len(wrong) - _WRONG} epochs more")

@@ -1,0 +1,194 @@
+"""Ids, and weights, that a run wrote to files: one file for each rank."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64, Integer, Num
+
+from jax_ddp_weighting.arguments import listed
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+
+
+def read_ids(path: Path, *, column: str | None = None) -> Integer[np.ndarray, " slots"]:
+    """The ids of one rank, in the order in which they were read.
+
+    The file's name decides: ``.npy`` is an integer array of any shape; ``.jsonl``, ``.ndjson`` and
+    ``.json`` hold one object a line, whose `column` is an id or a list of ids (a logged batch);
+    everything else is text, integers apart by white space or commas, ``#`` starting a remark.
+
+    Args:
+        path: the file.
+        column: the name under which JSON lines keep the ids; only they have one.
+
+    Returns:
+        Integer ids of shape ``[slots]``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file holds something else; the message names file, line and value.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "rank0.txt"
+        >>> _ = path.write_text("0 4 8, 12  # the first batch")
+        >>> read_ids(path)
+        array([ 0,  4,  8, 12])
+    """
+    ids = _read("ids", path, column, np.dtype(np.int64), _is_integer)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"{path}: ids must be integers, got an array of {ids.dtype}. Save the indices of the"
+            " examples, not the examples."
+        )
+    return ids
+
+
+def read_weights(path: Path, *, column: str | None = None) -> Float64[np.ndarray, " slots"]:
+    """The weights of one rank's slots, from the kinds of file that `read_ids` reads.
+
+    Args:
+        path: the file.
+        column: the name under which JSON lines keep the weights.
+
+    Returns:
+        float64 weights of shape ``[slots]``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file holds something else; the message names file, line and value.
+    """
+    weights = _read("weights", path, column, np.dtype(np.float64), _is_number)
+    if weights.dtype.kind not in "iufb":
+        raise ValueError(
+            f"{path}: weights must be numbers, got an array of {weights.dtype}. Padding weighs 0,"
+            " every other slot what it counts."
+        )
+    return weights.astype(np.float64)
+
+
+def _read(
+    what: str,
+    path: Path,
+    column: str | None,
+    dtype: np.dtype[Any],
+    belongs: Callable[[object], bool],
+) -> Num[np.ndarray, " slots"]:
+    if path.is_dir():
+        raise ValueError(
+            f"{path}: must be a file of {what}, got a folder. Name the files in it, one a rank."
+        )
+    if path.suffix in JSON_LINES:
+        return _from_json_lines(what, path, column, dtype, belongs)
+    if column is not None:
+        raise ValueError(
+            f"{path}: a column is for JSON lines ({', '.join(JSON_LINES)}), got {column!r}."
+            " Rename the file, or leave the column out."
+        )
+    return _from_npy(what, path) if path.suffix == ".npy" else _from_text(what, path, dtype)
+
+
+def _from_npy(what: str, path: Path) -> Num[np.ndarray, " slots"]:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{path}: must be an array of numbers that numpy.save wrote, got something else"
+            f" ({_one_line(error)}). Write the {what} with numpy.save."
+        ) from None
+    return np.ravel(array)
+
+
+def _from_text(what: str, path: Path, dtype: np.dtype[Any]) -> Num[np.ndarray, " slots"]:
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{path}: must be text in UTF-8, got other bytes. Arrays are read from .npy files."
+        ) from None
+    try:
+        return np.array(_words(text), dtype)
+    except (ValueError, OverflowError):
+        number, word = next(_misfits(text, dtype))
+        kind = "integers of 64 bits" if dtype.kind == "i" else "numbers"
+        raise ValueError(
+            f"{path}: line {number}: {what} must be {kind}, got {word!r}. JSON lines are read"
+            f" from files named {' or '.join(JSON_LINES)}."
+        ) from None
+
+
+def _words(text: str) -> list[str]:
+    return re.sub("#.*", "", text).replace(",", " ").split()
+
+
+def _misfits(text: str, dtype: np.dtype[Any]) -> Iterator[tuple[int, str]]:
+    """The lines and words that are no such numbers."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for word in _words(line):
+            try:
+                np.array(word, dtype)
+            except (ValueError, OverflowError):
+                yield number, word
+
+
+def _from_json_lines(
+    what: str,
+    path: Path,
+    column: str | None,
+    dtype: np.dtype[Any],
+    belongs: Callable[[object], bool],
+) -> Num[np.ndarray, " slots"]:
+    values: list[Any] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                values += _in_column(what, f"{path}: line {number}", line, column, belongs)
+    return np.array(values, dtype)
+
+
+def _in_column(
+    what: str, where: str, line: bytes, column: str | None, belongs: Callable[[object], bool]
+) -> list[Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: must be a JSON object, got {line[:40]!r} ({_one_line(error)}). JSON lines"
+            " hold one object a line."
+        ) from None
+    if not isinstance(entry, dict):
+        raise ValueError(
+            f"{where}: must be a JSON object, got {listed([entry])[:40]}. JSON lines hold one"
+            " object a line."
+        )
+    if column is None or column not in entry:
+        asked = "got no column to read" if column is None else f"got no column {column!r}"
+        raise ValueError(
+            f"{where}: {what} must be in a named column, {asked}. This line has"
+            f" {', '.join(map(repr, entry)) or 'none'}."
+        )
+    values = entry[column] if isinstance(entry[column], list) else [entry[column]]
+    wrong = [value for value in values if not belongs(value)]
+    if wrong:
+        kind = "integers of 64 bits" if belongs is _is_integer else "numbers"
+        raise ValueError(
+            f"{where}: {what} must be {kind}, got {json.dumps(wrong[0])[:40]} in {column!r}."
+            " A batch is one list of them."
+        )
+    return values
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

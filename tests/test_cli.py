@@ -1,0 +1,302 @@
+"""The command line: what it prints, what it answers, and one line for whatever is wrong."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jax_ddp_weighting import EpochPlan, cli
+
+HELP = Path(__file__).parent / "help"
+COMMANDS = sorted(
+    command.name or command.callback.__name__ for command in cli.app.registered_commands
+)
+PLAN = ["-n", "47", "-w", "3", "-b", "8"]
+
+
+def run(*arguments: str) -> int:
+    return cli.run([str(each) for each in arguments])
+
+
+def printed(capsys) -> str:
+    """What a command printed, without the blanks that pad a table's lines."""
+    out = capsys.readouterr().out
+    return "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", out).splitlines())
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """The one line that bad input gets."""
+    assert run(*arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_what_it_was(command, capsys, monkeypatch):
+    # On purpose? COLUMNS=80 python -m jax_ddp_weighting COMMAND --help > tests/help/COMMAND.txt
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*command.split(), "--help") == 0
+    kept = (HELP / f"{command or 'all'}.txt").read_text()
+    assert printed(capsys).split("\n") == [line.rstrip() for line in kept.splitlines()]
+
+
+def test_every_help_that_is_kept_belongs_to_a_command():
+    assert {path.stem for path in HELP.glob("*.txt")} == {"all", *COMMANDS}
+
+
+# --- plan -----------------------------------------------------------------------------------------
+
+
+def test_plan_says_what_each_tail_makes_of_an_epoch(capsys):
+    assert run("plan", *PLAN) == 0
+    out = printed(capsys)
+    for row in (
+        r"steps +2 +2 +1",
+        r"accepted slots +47 +48 +24",
+        r"slots of weight 0 +1 +0 +0",
+        r"copies that count +0 +1 +0",
+        r"ids left out +0 +0 +23",
+        r"accepted in the last step +23 +24 +24",
+    ):
+        assert re.search(row, out), row
+
+
+def test_plan_as_json_is_the_plan(capsys):
+    assert run("plan", *PLAN, "--tail", "repeat", "--epoch", "3", "--seed", "5", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    plan = EpochPlan(47, 3, 8, tail="repeat", seed=5)
+    assert said["plan"]["tail"] == "repeat"
+    assert [each["tail"] for each in said["tails"]] == ["mask", "repeat", "drop"]
+    for rank in range(3):
+        assert said["ranks"][rank]["first_ids"] == plan.slots(3, rank).ids[:4].tolist()
+        assert said["ranks"][rank]["accepted"] == plan.accepted_by(rank)
+    assert said["cost"]["bytes"] == 8 * (8 + 4)
+
+
+def test_plan_answers_at_any_scale(capsys):
+    assert run("plan", "-n", "1e12", "-w", "65_536", "-b", "1024", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["plan"]["steps_per_epoch"] == -(-(10**12) // (65536 * 1024))
+    assert [each["rank"] for each in said["ranks"]] == [0, 1, 2, 3, 4, 5, 6, 65535]
+
+
+def test_plan_does_not_make_a_huge_order_only_to_show_it(capsys):
+    assert run("plan", "-n", "2e9", "-w", "2", "-b", "2", "--order", "torch") == 0
+    assert "made whole" in printed(capsys)
+
+
+def test_no_number_of_a_table_is_cut(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    assert run("plan", "-n", "1e12", "-w", "65536", "-b", "1024") == 0
+    out = printed(capsys)
+    assert "1,000,056,291,328" in out
+    assert "…" not in out
+
+
+# --- audit ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tail", "status", "duplicated", "omitted"),
+    [("mask", 0, 0, 0), ("repeat", 1, 1, 0), ("drop", 1, 0, 23)],
+)
+@pytest.mark.parametrize("how", [[], ["--closed-form"]])
+def test_a_plan_is_audited_over_epochs(tail, status, duplicated, omitted, how, capsys):
+    assert run("audit", *PLAN, "--tail", tail, "--epochs", "3", "--json", *how) == status
+    said = json.loads(capsys.readouterr().out)
+    assert said["exactly_once"] == (status == 0)
+    for epoch, audit in enumerate(said["epochs"]):
+        whole = EpochPlan(47, 3, 8, tail=tail).audit(epoch)
+        assert (audit["epoch"], audit["slots"]) == (epoch, whole.slots)
+        assert (audit["num_duplicated"], audit["num_omitted"]) == (duplicated, omitted)
+        assert audit["omitted"] == list(whole.omitted)
+        assert audit["per_rank"] == list(whole.per_rank)
+
+
+@pytest.mark.parametrize(("shuffle", "new"), [("--shuffle", True), ("--no-shuffle", False)])
+def test_an_audit_says_whether_the_order_changed(shuffle, new, capsys):
+    assert run("audit", *PLAN, shuffle, "--json") == 0
+    first, second = json.loads(capsys.readouterr().out)["epochs"]
+    assert first["new_order"] is None
+    assert second["new_order"] is new
+
+
+def test_an_audit_names_the_ids_that_are_wrong(capsys):
+    assert run("audit", *PLAN, "--tail", "repeat", "--no-shuffle", "--epochs", "5") == 1
+    out = printed(capsys)
+    assert "epoch 0: 0 of 47 ids omitted, 1 duplicated (0)." in out
+    assert "and 2 epochs more" in out
+
+
+def text(ids):
+    return "# a rank's ids\n" + "\n".join(
+        ", ".join(map(str, ids[i : i + 5])) for i in range(0, 20, 5)
+    )
+
+
+def lines(ids):
+    batches = [{"step": i, "ids": ids[i : i + 4], "w": [1] * len(ids[i : i + 4])} for i in (0, 4)]
+    rest = [{"step": i, "ids": ids[i], "w": 1} for i in range(8, len(ids))]
+    return "\n".join(json.dumps(each) for each in batches + rest) + "\n\n"
+
+
+@pytest.mark.parametrize("suffix", ["txt", "npy", "jsonl"])
+@pytest.mark.parametrize(("left_out", "status"), [([], 0), ([5], 1)])
+def test_files_of_ids_are_audited_one_per_rank(suffix, left_out, status, tmp_path, capsys):
+    files = []
+    for rank in range(3):
+        ids = [i for i in range(rank, 47, 3) if i not in left_out]
+        files.append(tmp_path / f"rank{rank}.{suffix}")
+        if suffix == "npy":
+            np.save(files[-1], np.array(ids))
+        else:
+            files[-1].write_text({"txt": text, "jsonl": lines}[suffix](ids))
+    column = ["--column", "ids", "--weight-column", "w"] if suffix == "jsonl" else []
+    assert run("audit", "-n", "47", *files, *column, "--json") == status
+    said = json.loads(capsys.readouterr().out)
+    assert said["omitted"] == left_out
+    assert said["per_rank"] == [16, 16, 15 - len(left_out)]
+    assert run("audit", "-n", "47", *files, *column) == status
+    assert "rank2" in printed(capsys)
+
+
+def test_files_of_weights_say_which_slots_are_padding(tmp_path, capsys):
+    (tmp_path / "ids.txt").write_text("0 1 2 0")
+    (tmp_path / "weights.txt").write_text("1 1 0.5 0")
+    ids, weights = tmp_path / "ids.txt", tmp_path / "weights.txt"
+    assert run("audit", "-n", "3", ids, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["duplicated"] == {"0": 2}
+    assert run("audit", "-n", "3", ids, "--weights", weights, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["weight_range"] == [0.5, 1]
+
+
+def test_ids_beyond_the_dataset_are_strays(tmp_path, capsys):
+    (tmp_path / "ids.txt").write_text("0 1 2 99")
+    assert run("audit", "-n", "3", tmp_path / "ids.txt") == 1
+    assert "1 slots out of range (99)" in printed(capsys)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", r"Missing command"),
+        ("plam", r"No such command 'plam'"),
+        ("plan --tails mask", r"No such option.* See jax-ddp-weighting plan --help"),
+        ("plan", r"Missing option '--num-examples'"),
+        ("plan -n 10 -w 2 -b 2.5", r"'2.5' is no whole number"),
+        ("plan -n 1e400 -w 2 -b 2", r"'1e400' is no whole number"),
+        ("plan -n ten -w 2 -b 2", r"'ten' is no whole number"),
+        ("plan -n -1 -w 2 -b 2", r"num_examples must be an integer in \[0, 2\*\*62\], got -1"),
+        ("plan -n 10 -w 0 -b 2", r"num_replicas must be .* got 0"),
+        ("plan -n 10 -w 2 -b 0", r"batch_size must be .* got 0"),
+        ("plan -n 10 -w 2 -b 2 --tail wrap", r"'wrap' is not one of"),
+        ("plan -n 10 -w 2 -b 2 --seed x", r"'--seed'"),
+        ("plan -n 10 -w 2 -b 2 --seed 99999999999999999999", r"seed must be"),
+        ("plan -n 10 -w 2 -b 2 --epoch -1", r"epoch must be .* got -1"),
+        ("plan -n 4e18 -w 2 -b 2 extra", r"unexpected extra argument"),
+        ("audit -n 10", r"give files of ids, one per rank, or --num-replicas and --batch-size"),
+        ("audit -n 10 -w 2", r"give files of ids, one per rank, or"),
+        ("audit -n 10 ids.txt -w 2", r"give files of ids, or a plan .* got both"),
+        ("audit -n 10 nowhere.txt", r"nowhere.txt: No such file or directory"),
+        ("audit -n 10 folder", r"folder: must be a file of ids, got a folder"),
+        ("audit -n -1 ids.txt", r"num_examples must be"),
+        ("audit -n 10 -w 2 -b 2 --epochs 0", r"epochs must be .* got 0"),
+        ("audit -n 10 -w 2 -b 2 --epochs 0 --closed-form", r"epochs must be .* got 0"),
+        ("audit -n 1e12 -w 2 -b 2", r"at most 2,000,000,000 .* --closed-form"),
+        ("audit -n 10 words.txt", r"words.txt: line 2: ids must be integers .* got 'two'"),
+        ("audit -n 10 floats.txt", r"floats.txt: line 1: ids must be integers .* got '0.5'"),
+        ("audit -n 10 large.txt", r"large.txt: line 1: ids must be integers of 64 bits"),
+        ("audit -n 10 bytes.txt", r"bytes.txt: must be text in UTF-8"),
+        ("audit -n 10 bytes.npy", r"bytes.npy: must be an array of numbers"),
+        ("audit -n 10 empty.npy", r"empty.npy: must be an array of numbers"),
+        ("audit -n 10 objects.npy", r"objects.npy: must be an array of numbers"),
+        ("audit -n 10 floats.npy", r"floats.npy: ids must be integers, got an array of float64"),
+        ("audit -n 10 ids.jsonl", r"must be in a named column, got no column .* has 'step', 'id'"),
+        ("audit -n 10 ids.jsonl --column ids", r"got no column 'ids'. This line has 'step', 'id'"),
+        ("audit -n 10 ids.jsonl --column step", r"line 2: ids must be integers .* got \"one\""),
+        ("audit -n 10 cut.jsonl --column id", r"cut.jsonl: line 1: must be a JSON object"),
+        ("audit -n 10 list.jsonl --column id", r"list.jsonl: line 1: must be a JSON object"),
+        ("audit -n 10 ids.txt --column id", r"a column is for JSON lines"),
+        (
+            "audit -n 10 ids.txt --weights short.txt",
+            r"short.txt: weights must be as many as the ids",
+        ),
+        ("audit -n 10 ids.txt ids.txt --weights ids.txt", r"must name one file for each of the 2"),
+        ("audit -n 10 ids.txt --weights words.txt", r"line 2: weights must be numbers, got 'two'"),
+        ("audit -n 10 ids.txt --weights minus.txt", r"weights must be finite and at least 0"),
+        (
+            "audit -n 10 ids.jsonl --column id --weight-column step --weights ids.txt",
+            r"give --weights or --weight-column, got both",
+        ),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("ids.txt").write_text("0 1 2")
+    Path("short.txt").write_text("1 1")
+    Path("minus.txt").write_text("1 1 -1")
+    Path("words.txt").write_text("0 1\ntwo")
+    Path("floats.txt").write_text("0.5")
+    Path("large.txt").write_text("9" * 30)
+    Path("bytes.txt").write_bytes(b"\xff\xfe\x00")
+    Path("bytes.npy").write_bytes(b"\xff\xfe\x00")
+    Path("empty.npy").write_bytes(b"")
+    np.save("objects.npy", np.array([{}]))
+    np.save("floats.npy", np.array([0.0, 1.0]))
+    Path("ids.jsonl").write_text('{"step": 0, "id": 3}\n{"step": "one", "id": [4, 5]}\n')
+    Path("cut.jsonl").write_text('{"id": ')
+    Path("list.jsonl").write_text("[1]")
+    assert re.search(said, refusal(capsys, *arguments.split()))
+
+
+def test_a_reader_that_has_gone_hears_no_complaint():
+    # in a process of its own: its standard output is closed
+    command = f"{sys.executable} -m jax_ddp_weighting audit -n 9 -w 3 -b 1 --epochs 999 --json"
+    ran = subprocess.run(["bash", "-c", f"{command} | head -1"], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "{\n", "")
+
+
+# --- starting -------------------------------------------------------------------------------------
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+LOADED = (
+    "import sys\nfrom jax_ddp_weighting import cli\ncli.run({})\nassert 'jax' not in sys.modules"
+)
+
+
+@pytest.mark.parametrize("command", ["plan", "audit"])
+def test_plan_and_audit_start_without_jax(command):
+    # in a process of its own: this one has imported JAX long ago
+    assert python(LOADED.format([command, *PLAN])).returncode == 0
+
+
+def test_the_check_for_jax_can_fail():
+    ran = python("import jax\n" + LOADED.format(["plan", *PLAN]))
+    assert "AssertionError" in ran.stderr
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_a_missing_extra_is_one_line(package):
+    hidden = f"import sys; sys.modules[{package!r}] = None\n"
+    start = "from jax_ddp_weighting.__main__ import main; sys.exit(main())"
+    ran = python(hidden + start)
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1
+    assert "pip install 'jax-ddp-weighting[cli]'" in ran.stderr
