@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jax_ddp_weighting import exchange
-from jax_ddp_weighting.order import MAX_EXAMPLES, check_integer
+from jax_ddp_weighting.arguments import MAX_EXAMPLES, check_integer
 from jax_ddp_weighting.predictions import (
     Leaf,
     Predictions,
