@@ -60,7 +60,7 @@ def audit_ids(
     limit = check_integer("audit_ids: limit", limit, 0, 2**62, "be an integer of at least 0")
     rank_weights = None if weights is None else _by_rank("weights", weights)
     ranks = _checked("audit_ids", _by_rank("ids", ids), rank_weights)
-    tally, strays, per_rank = Tally(n), [np.zeros(0, np.int64)], []
+    tally, strays, per_rank = Tally(n), [], []
     for rank in ranks:
         accepted = 0
         for block, _ in _accepted_blocks(*rank):
@@ -74,7 +74,7 @@ def audit_ids(
     return _said_by(
         tally,
         slots=sum(len(rank_ids) for rank_ids, _ in ranks),
-        strays=np.concatenate(strays),
+        strays=np.concatenate(strays) if strays else None,
         per_rank=tuple(per_rank),
         weight_range=_weight_range(ranks, tally),
         epoch=epoch,

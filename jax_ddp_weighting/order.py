@@ -227,7 +227,7 @@ class GivenOrder:
         ValueError: ids are negative, not in one row, or come twice unasked.
     """
 
-    ids: Int64[np.ndarray, " entries"]
+    ids: np.ndarray  # whatever is given; int64[entries] once it is checked
     repeats: bool = False
     digest: str = field(init=False)
 

@@ -121,6 +121,11 @@ class EpochPlan:
                 f'EpochPlan: order must be "keyed" or "torch", got {self.order!r}.'
                 " For an order of your own, see EpochPlan.from_order."
             )
+        elif self.order == "torch" and self.shuffle and self.num_examples >= 2**31:
+            raise ValueError(
+                'EpochPlan: num_examples must be below 2**31 with order="torch", got'
+                f' {self.num_examples}. order="keyed" takes up to 2**62.'
+            )
 
     def _check_given(self, order: GivenOrder) -> None:
         if self.shuffle:
@@ -139,7 +144,7 @@ class EpochPlan:
     @classmethod
     def from_order(
         cls,
-        ids: Integer[np.ndarray, " entries"] | Sequence[int],
+        ids: Integer[np.ndarray, "..."] | Sequence[int],
         num_replicas: int,
         batch_size: int,
         *,
@@ -286,6 +291,11 @@ class EpochPlan:
         start = self._step("EpochPlan.batch: step", step) * self.batch_size
         if ranks is None:
             wanted = np.arange(self.num_replicas)
+        elif isinstance(ranks, int):
+            raise TypeError(
+                f"EpochPlan.batch: ranks must be a sequence of ranks, got {ranks}."
+                f" Write [{ranks}] for one."
+            )
         else:
             some = [check_rank("EpochPlan.batch: ranks", r, self.num_replicas) for r in ranks]
             wanted = np.array(some, np.int64)
@@ -309,7 +319,8 @@ class EpochPlan:
         """
         epoch = check_epoch("EpochPlan.audit: epoch", epoch)
         length, accepted = self.epoch_length, self.accepted_per_epoch
-        per_rank = tuple(self.accepted_by(rank) for rank in range(self.num_replicas))
+        each, more = divmod(accepted, self.num_replicas)
+        per_rank = (each + 1,) * more + (each,) * (self.num_replicas - more)
         slots = self.num_samples * self.num_replicas
         if isinstance(self.order, GivenOrder):
             walked = audit_ids(

@@ -68,7 +68,7 @@ class DistributedSampler:
         drop_last: bool = False,
         *,
         tail: Tail | None = None,
-        order: Order | Integer[np.ndarray, " entries"] | Sequence[int] = "torch",
+        order: Order | Integer[np.ndarray, "..."] | Sequence[int] = "torch",
         repeats: bool = False,
     ) -> None:
         _refuse_sharded(dataset)

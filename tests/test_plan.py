@@ -1,4 +1,5 @@
 import dataclasses
+import pickle
 import tracemalloc
 
 import numpy as np
@@ -136,6 +137,11 @@ def test_a_plan_is_frozen_and_comparable():
         ({"seed": "0"}, TypeError, r"seed must be an integer .* got '0' \(str\)"),
         ({"shuffle": 1}, TypeError, "shuffle must be True or False, got 1"),
         ({"tail": "pad"}, ValueError, 'tail must be "mask", "repeat" or "drop", got \'pad\''),
+        (
+            {"order": "torch", "num_examples": 2**31},
+            ValueError,
+            r'num_examples must be below 2\*\*31 with order="torch", got 2147483648',
+        ),
         ({"order": "random"}, ValueError, 'order must be "keyed" or "torch", got \'random\''),
     ],
 )
@@ -173,6 +179,18 @@ def test_a_bad_plan_is_one_clear_error(change, error, text):
 def test_asking_a_plan_for_what_it_has_not_is_one_clear_error(ask, text):
     with pytest.raises(ValueError, match=text):
         ask(EpochPlan(10, 2, 3))
+
+
+def test_ranks_are_a_sequence():
+    with pytest.raises(TypeError, match=r"ranks must be a sequence of ranks, got 1\. Write \[1\]"):
+        EpochPlan(10, 2, 3).batch(0, 0, 1)
+
+
+def test_a_plan_can_be_pickled():
+    for plan in (EpochPlan(10, 2, 3), EpochPlan.from_order([2, 0, 1], 1, 2)):
+        twin = pickle.loads(pickle.dumps(plan))
+        assert twin == plan
+        assert np.array_equal(twin.batch(1, 0).ids, plan.batch(1, 0).ids)
 
 
 # The audit in closed form
