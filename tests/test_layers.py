@@ -10,25 +10,18 @@ import pytest
 import jax_ddp_weighting
 
 PACKAGE = Path(jax_ddp_weighting.__file__).parent
-NUMPY_HALF = ["arguments", "order", "tally", "coverage", "audit", "plan", "views", "sampler"]
-JAX_HALF = [
-    "mesh",
-    "sums",
-    "terms",
-    "weighting",
-    "feed",
-    "multi_steps",
-    "step",
-    "nnx_train",
-    "train",
-    "exchange",
-    "predictions",
-    "rows",
-    "gathering",
-    "evaluation",
-    "parity",
+NUMPY_HALF = [
+    *["arguments", "order", "tally", "coverage", "audit", "plan", "views", "sampler"],
 ]
-FACE = ["idfiles", "walk", "summary", "console", "cli"]
+JAX_HALF = [
+    *["mesh", "sums", "terms", "weighting", "feed"],
+    *["multi_steps", "step", "nnx_train", "train"],
+    *["exchange", "predictions", "rows", "gathering", "evaluation"],
+    *["parity"],
+]
+FACE = [
+    *["idfiles", "walk", "summary", "console", "cli"],
+]
 HOUSE = NUMPY_HALF + JAX_HALF + FACE
 
 
