@@ -10,8 +10,19 @@ import pytest
 import jax_ddp_weighting
 
 PACKAGE = Path(jax_ddp_weighting.__file__).parent
-NUMPY_HALF = ["arguments", "order", "tally", "coverage", "audit", "plan", "views", "sampler"]
+NUMPY_HALF = [
+    "arguments",
+    "order",
+    "tally",
+    "coverage",
+    "audit",
+    "plan",
+    "views",
+    "sampler",
+    "manifest",
+]
 JAX_HALF = [
+    "coordination",
     "mesh",
     "sums",
     "terms",
@@ -26,6 +37,7 @@ JAX_HALF = [
     "rows",
     "gathering",
     "evaluation",
+    "agreement",
     "parity",
 ]
 FACE = ["idfiles", "walk", "summary", "console", "cli"]
