@@ -1,13 +1,16 @@
 """Data-parallel training in which every example counts as its weight, once.
 
 The public names below are resolved on first use (PEP 562), so that importing the package, or only
-its numpy half (`order`, `audit`, `plan`, `sampler`), never imports JAX.
+its numpy half (`order`, `audit`, `plan`, `sampler`, `manifest`), never imports JAX.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jax_ddp_weighting.agreement import DisagreementError as DisagreementError
+    from jax_ddp_weighting.agreement import EpochRecord as EpochRecord
+    from jax_ddp_weighting.agreement import check_agreement as check_agreement
     from jax_ddp_weighting.audit import CoverageError as CoverageError
     from jax_ddp_weighting.audit import EpochAudit as EpochAudit
     from jax_ddp_weighting.audit import Ledger as Ledger
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.feed import Batch as Batch
     from jax_ddp_weighting.feed import batches as batches
     from jax_ddp_weighting.gathering import gather_by_id as gather_by_id
+    from jax_ddp_weighting.manifest import manifest_hash as manifest_hash
     from jax_ddp_weighting.mesh import data_mesh as data_mesh
     from jax_ddp_weighting.mesh import force_cpu_devices as force_cpu_devices
     from jax_ddp_weighting.multi_steps import weighted_multi_steps as weighted_multi_steps
@@ -42,6 +46,7 @@ _PUBLIC = {
     "audit": ("audit_ids", "EpochAudit", "Ledger", "CoverageError"),
     "plan": ("Slots", "EpochPlan"),
     "sampler": ("DistributedSampler",),
+    "manifest": ("manifest_hash",),
     "mesh": ("force_cpu_devices", "data_mesh"),
     "sums": ("WeightedSum", "weighted_sum", "valid_labels"),
     "weighting": ("GlobalLoss", "value_and_grad", "rank_share"),
@@ -51,6 +56,7 @@ _PUBLIC = {
     "train": ("make_train_step",),
     "gathering": ("gather_by_id",),
     "evaluation": ("evaluate",),
+    "agreement": ("EpochRecord", "check_agreement", "DisagreementError"),
     "parity": ("check_gradients", "ParityError"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}

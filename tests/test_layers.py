@@ -11,12 +11,12 @@ import jax_ddp_weighting
 
 PACKAGE = Path(jax_ddp_weighting.__file__).parent
 NUMPY_HALF = [
-    *["arguments", "order", "tally", "coverage", "audit", "plan", "views", "sampler"],
+    *["arguments", "order", "tally", "coverage", "audit", "plan", "views", "sampler", "manifest"],
 ]
 JAX_HALF = [
-    *["mesh", "sums", "terms", "weighting", "feed"],
+    *["coordination", "mesh", "sums", "terms", "weighting", "feed"],
     *["multi_steps", "step", "nnx_train", "train"],
-    *["exchange", "predictions", "rows", "gathering", "evaluation"],
+    *["exchange", "predictions", "rows", "gathering", "evaluation", "agreement"],
     *["parity"],
 ]
 FACE = [

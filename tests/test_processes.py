@@ -1,4 +1,4 @@
-"""The launcher of several processes itself: they really meet, and cannot hang the suite."""
+"""The launcher of several processes: they really meet, and cannot hang the suite."""
 
 import processes
 
@@ -18,3 +18,9 @@ def test_processes_meet():
 def test_a_process_that_hangs_is_killed():
     ended = processes.launch("import time; time.sleep(600)", 2, timeout_s=4)
     assert [each.code for each in ended] == [-9, -9]
+
+
+def test_a_failed_program_shows_its_traceback_and_what_it_had_said():
+    ended = processes.launch("print('before')\nraise KeyError(rank)", 1)[0]
+    assert (ended.code, ended.out) == (1, "before\n")
+    assert "KeyError: 0" in ended.err
