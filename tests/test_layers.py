@@ -27,6 +27,10 @@ JAX_HALF = [
     "gathering",
     "evaluation",
     "parity",
+    "conventions",
+    "effective",
+    "naming",
+    "diagnosis",
 ]
 FACE = ["idfiles", "walk", "summary", "console", "cli"]
 HOUSE = NUMPY_HALF + JAX_HALF + FACE
