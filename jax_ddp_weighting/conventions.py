@@ -52,6 +52,7 @@ class Match:
     factor: float
     scheme: Scheme
     reason: str
+    plain: bool
 
 
 # --- the schemes ----------------------------------------------------------------------------------
@@ -215,14 +216,19 @@ _POWERS = (*_GLOBAL, (1, 1), (-1, -1), (1, -1), (-1, 1))
 
 
 def candidates(ranks: int, microbatches: int) -> list[Match]:
-    """Every scheme times every factor that has a reason, the plainest first."""
+    """Every scheme times every factor that has a reason, the plainest first.
+
+    Schemes as they are, and the named multiples of the global mean, come before other factors.
+    """
     found = []
     for scheme in SCHEMES:
         for powers in _POWERS:
             factor = float(ranks ** powers[0] * microbatches ** powers[1])
             name = _GLOBAL.get(powers, "unknown") if scheme is RIGHT else scheme.convention
-            found.append(Match(name, factor, scheme, _reason(powers)))
-    return found
+            plain = factor == 1 or (scheme is RIGHT and powers in _GLOBAL)
+            plain |= scheme.convention == "sum" and powers == (-1, 0)  # summed, then averaged
+            found.append(Match(name, factor, scheme, _reason(powers), plain))
+    return sorted(found, key=lambda each: not each.plain)
 
 
 def _reason(powers: tuple[int, int]) -> str:
@@ -298,8 +304,9 @@ def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
     little = fractional / 2.0 ** np.ceil(np.log2(fractional.sum()) + 1)
 
     found: dict[str, np.ndarray] = {"every microbatch holds some weight": full}
-    if parts > 1:
+    if ranks > 1 and microbatches > 1:
         found["some microbatches are empty"] = scattered
+    if parts > 1:
         found["a whole rank or microbatch is empty"] = idle
     found["weights are fractions"] = fractional
     found["the step holds less weight than 1"] = little

@@ -108,14 +108,14 @@ def per_example_gradients(
     """
     from flax import nnx  # here: the rest of this module needs no flax
 
-    if isinstance(params, nnx.Module):
-        graph, params, rest = nnx.split(params, nnx.Param, ...)
-        loss = loss_of_example
+    if not isinstance(params, nnx.Module):
+        return jax.vmap(jax.grad(loss_of_example), in_axes=(None, 0))(params, examples)
+    graph, state, rest = nnx.split(params, nnx.Param, ...)
 
-        def loss_of_example(params: Any, example: Any) -> Any:
-            return loss(nnx.merge(graph, params, rest), example)
+    def loss_of_state(state: Any, example: Any) -> Any:
+        return loss_of_example(nnx.merge(graph, state, rest), example)
 
-    return jax.vmap(jax.grad(loss_of_example), in_axes=(None, 0))(params, examples)
+    return jax.vmap(jax.grad(loss_of_state), in_axes=(None, 0))(state, examples)
 
 
 def _flat(gradient: PyTree, examples: PyTree) -> tuple[list[np.ndarray], list[np.ndarray], float]:

@@ -182,10 +182,9 @@ def diagnose_weights(counted: Any, weights: Any, *, rtol: float = 1e-3) -> Diagn
     if found.convention == "unknown":
         return found
     ranks, microbatches, _ = weights.shape
-    first = matches([(weights, counted)], rtol=rtol)[0]
-    same = {first.convention, *structural(ranks, microbatches, first)}
-    open_names = [name for name in found.alternatives if name not in same | _FINER]
-    if not open_names:
+    first, *others = matches([(weights, counted)], rtol=rtol)
+    same = {first.convention, "unknown", *structural(ranks, microbatches, first)} | _FINER
+    if all(each.convention in same or not each.plain for each in others):
         return found
     return replace(
         found,
