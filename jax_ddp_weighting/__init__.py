@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.audit import EpochAudit as EpochAudit
     from jax_ddp_weighting.audit import Ledger as Ledger
     from jax_ddp_weighting.audit import audit_ids as audit_ids
+    from jax_ddp_weighting.diagnosis import diagnose as diagnose
+    from jax_ddp_weighting.diagnosis import diagnose_step as diagnose_step
+    from jax_ddp_weighting.effective import effective_weights as effective_weights
+    from jax_ddp_weighting.effective import per_example_gradients as per_example_gradients
     from jax_ddp_weighting.evaluation import evaluate as evaluate
     from jax_ddp_weighting.feed import Batch as Batch
     from jax_ddp_weighting.feed import batches as batches
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.mesh import data_mesh as data_mesh
     from jax_ddp_weighting.mesh import force_cpu_devices as force_cpu_devices
     from jax_ddp_weighting.multi_steps import weighted_multi_steps as weighted_multi_steps
+    from jax_ddp_weighting.naming import Diagnosis as Diagnosis
+    from jax_ddp_weighting.naming import diagnose_weights as diagnose_weights
     from jax_ddp_weighting.nnx_train import make_nnx_train_step as make_nnx_train_step
     from jax_ddp_weighting.order import keyed_order as keyed_order
     from jax_ddp_weighting.order import torch_order as torch_order
@@ -58,6 +64,9 @@ _PUBLIC = {
     "evaluation": ("evaluate",),
     "agreement": ("EpochRecord", "check_agreement", "DisagreementError"),
     "parity": ("check_gradients", "ParityError"),
+    "effective": ("effective_weights", "per_example_gradients"),
+    "naming": ("Diagnosis", "diagnose_weights"),
+    "diagnosis": ("diagnose", "diagnose_step"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 

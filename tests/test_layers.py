@@ -17,7 +17,7 @@ JAX_HALF = [
     *["coordination", "mesh", "sums", "terms", "weighting", "feed"],
     *["multi_steps", "step", "nnx_train", "train"],
     *["exchange", "predictions", "rows", "gathering", "evaluation", "agreement"],
-    *["parity"],
+    *["parity", "conventions", "effective", "naming", "diagnosis"],
 ]
 FACE = [
     *["idfiles", "walk", "summary", "console", "cli"],
