@@ -12,7 +12,7 @@ import jax_ddp_weighting
 PACKAGE = Path(jax_ddp_weighting.__file__).parent
 NUMPY_HALF = ["arguments", "order", "tally", "coverage", "audit", "plan", "views", "sampler"]
 JAX_HALF = ["mesh", "sums", "terms", "weighting", "feed", "train"]
-JAX_HALF += ["exchange", "predictions", "rows", "gathering", "evaluation", "parity"]
+JAX_HALF += ["exchange", "predictions", "rows", "gathering", "parts", "evaluation", "parity"]
 HOUSE = NUMPY_HALF + JAX_HALF
 
 
