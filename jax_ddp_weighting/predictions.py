@@ -142,15 +142,26 @@ def places_by_id(
                 "Only integer ids can be named when they are missing: number the examples."
             )
         return places
+    if _is_permutation(ids, num_examples):
+        return Places(np.arange(num_examples), ids, None)  # an id is its own place
     audit = audit_ids(ids, num_examples)
     if audit.num_omitted or audit.num_out_of_range:
         try:
             audit.check_exactly_once()
         except CoverageError as error:
             raise CoverageError(f"{caller}: {error}") from None
-    # every id is there: an id is its own place
-    counts = np.bincount(ids, minlength=num_examples) if audit.num_duplicated else None
-    return Places(np.arange(num_examples), ids.astype(np.int64, copy=False), counts)
+    return Places(np.arange(num_examples), ids, np.bincount(ids, minlength=num_examples))
+
+
+def _is_permutation(ids: Integer[np.ndarray, " rows"], num_examples: int) -> bool:
+    """Whether the ids are exactly ``[0, num_examples)``: cheaper than a whole audit."""
+    if len(ids) != num_examples or not num_examples:
+        return not len(ids) and not num_examples
+    if ids.min() < 0 or ids.max() >= num_examples:
+        return False
+    met = np.zeros(num_examples, bool)
+    met[ids] = True  # as many ids as places: each place is met by one
+    return bool(met.all())
 
 
 def _ranked(ids: Shaped[np.ndarray, " rows"]) -> Places:

@@ -191,6 +191,8 @@ def test_missing_ids_are_named_ten_and_then_a_count():
 def test_ids_out_of_range_are_named():
     with pytest.raises(CoverageError, match=r"1 slots out of range \(4\)"):
         gather_by_id([0, 1, 4], None, [1, 2, 3], num_examples=2)
+    with pytest.raises(CoverageError, match="1 slots out of range"):
+        gather_by_id(np.array([0, 2**63 + 1], np.uint64), None, [1, 2], num_examples=1)
     # but padding rows may hold any id
     assert len(gather_by_id([0, 1, -1], [1, 1, 0], [1, 2, 3], num_examples=2)) == 2
 
