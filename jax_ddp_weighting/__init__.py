@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.order import torch_order as torch_order
     from jax_ddp_weighting.parity import ParityError as ParityError
     from jax_ddp_weighting.parity import check_gradients as check_gradients
+    from jax_ddp_weighting.parts import due_step as due_step
+    from jax_ddp_weighting.parts import held_ids as held_ids
+    from jax_ddp_weighting.parts import read_parts as read_parts
+    from jax_ddp_weighting.parts import write_part as write_part
     from jax_ddp_weighting.plan import EpochPlan as EpochPlan
     from jax_ddp_weighting.plan import Slots as Slots
     from jax_ddp_weighting.sampler import DistributedSampler as DistributedSampler
@@ -61,6 +65,7 @@ _PUBLIC = {
     "nnx_train": ("make_nnx_train_step",),
     "train": ("make_train_step",),
     "gathering": ("gather_by_id",),
+    "parts": ("write_part", "read_parts", "held_ids", "due_step"),
     "evaluation": ("evaluate",),
     "agreement": ("EpochRecord", "check_agreement", "DisagreementError"),
     "parity": ("check_gradients", "ParityError"),

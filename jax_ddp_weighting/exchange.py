@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ddp_weighting.audit import CoverageError
+from jax_ddp_weighting.coverage import CoverageError
 
 _FRAME = 4096  # bytes of a message's first frame
 _HEADER = 8  # of them for its length

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jax_ddp_weighting import exchange
-from jax_ddp_weighting.arguments import MAX_EXAMPLES, check_integer
+from jax_ddp_weighting.arguments import check_length
 from jax_ddp_weighting.predictions import (
     Leaf,
     Predictions,
@@ -16,7 +16,8 @@ from jax_ddp_weighting.predictions import (
     agreed_leaves,
     columns_like,
     columns_of,
-    listed,
+    common_id_dtype,
+    conflict,
     places_by_id,
 )
 from jax_ddp_weighting.rows import LocalRows
@@ -96,9 +97,7 @@ def gather_by_id(
                 '"first" is process 0, where a result is to be written, say.'
             )
         if num_examples is not None:
-            num_examples = check_integer(
-                "gather_by_id: num_examples", num_examples, 0, MAX_EXAMPLES, "be in [0, 2**62]"
-            )
+            num_examples = check_length("gather_by_id: num_examples", num_examples)
         local = LocalRows(ids, weights, predictions, caller="gather_by_id")
     told = {**local.described(), "arguments": repr((num_examples, to, pad))}
     leaves = _leaves(exchange.allgather_messages(told), pad)
@@ -106,7 +105,7 @@ def gather_by_id(
         facts = local.read()
     everyone = exchange.allgather_messages(facts)
     counts = [each["count"] for each in everyone]
-    id_dtype = _id_dtype(everyone)
+    id_dtype = common_id_dtype(everyone, caller="gather_by_id")
 
     keeps = to == "all" or jax.process_index() == 0
     gathered = np.empty(sum(counts) if keeps else 0, id_dtype)
@@ -158,28 +157,6 @@ def _leaves(everyone: Sequence[Mapping[str, Any]], pad: Any) -> list[Leaf]:
     return agreed_leaves(filled or [("", everyone[0]["leaves"])], pad, caller="gather_by_id")
 
 
-def _id_dtype(everyone: Sequence[Mapping[str, Any]]) -> np.dtype:
-    """A dtype that holds every id: what each process found, whatever dtype it had."""
-    widths = [each["width"] for each in everyone if "width" in each]
-    spans = [each["span"] for each in everyone if "span" in each]
-    if widths and spans:
-        raise TypeError(
-            "gather_by_id: ids must be of one kind, got integers and strings. "
-            "Use the same ids everywhere."
-        )
-    if widths:
-        return np.dtype(f"<U{max(widths)}")
-    low, high = min((s[0] for s in spans), default=0), max((s[1] for s in spans), default=0)
-    if high < 2**63:
-        return np.dtype(np.int64)
-    if low < 0:
-        raise TypeError(
-            f"gather_by_id: ids must fit into one 64-bit type, got {low} and {high}. "
-            "Shift them to be at least 0."
-        )
-    return np.dtype(np.uint64)
-
-
 def _refuse_conflicts(conflicts: Sequence[Any], local: LocalRows) -> None:
     """Names the ids, and where the rows that claim the first of them sit, on every process."""
     number, shown = max(
@@ -193,9 +170,4 @@ def _refuse_conflicts(conflicts: Sequence[Any], local: LocalRows) -> None:
         for process, claims in enumerate(everywhere)
         for row in claims
     ]
-    more = f", and on {number - 1} more ids" if number > 1 else ""
-    raise ValueError(
-        f"gather_by_id: predictions must agree where rows claim one id, got different ones for id "
-        f"{shown[0]!r}: {listed(rows)}{more}. Neither can be believed: padding rows and copies "
-        'weigh 0, as tail="mask" has them.'
-    )
+    raise conflict("gather_by_id", shown[0], rows, number)

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import Int64, Integer, PyTree, Shaped
 
-from jax_ddp_weighting.audit import CoverageError, audit_ids
+from jax_ddp_weighting.arguments import listed
+from jax_ddp_weighting.audit import audit_ids
+from jax_ddp_weighting.coverage import LISTED, CoverageError
 
-_LISTED = 10_000  # ids that a result lists; the rest it counts
-_SHOWN = 10  # ids that an error shows
 _BLOCK = 1 << 16
 
 
@@ -69,14 +69,37 @@ class Predictions:
         return jax.tree.map(lambda leaf: leaf[places], self.predictions)
 
 
-def listed(values: Sequence[Any], count: int | None = None) -> str:
-    """At most ten values, and how many more."""
-    count = len(values) if count is None else count
-    shown = ", ".join(map(str, values[:_SHOWN]))
-    return f"{shown} and {count - _SHOWN} more" if count > _SHOWN else shown
-
-
 # --- which row goes where -------------------------------------------------------------------------
+
+
+def common_id_dtype(found: Sequence[Mapping[str, Any]], *, caller: str) -> np.dtype:
+    """A dtype that holds every id, whatever dtypes they came in.
+
+    Args:
+        found: of each source the `span` of its ids, lowest and highest, or the `width` of strings.
+        caller: who speaks in errors.
+
+    Raises:
+        TypeError: no dtype holds them all.
+    """
+    widths = [each["width"] for each in found if "width" in each]
+    spans = [each["span"] for each in found if "span" in each]
+    if widths and spans:
+        raise TypeError(
+            f"{caller}: ids must be of one kind, got integers and strings. "
+            "Use the same ids everywhere."
+        )
+    if widths:
+        return np.dtype(f"<U{max(widths)}")
+    low, high = min((s[0] for s in spans), default=0), max((s[1] for s in spans), default=0)
+    if high < 2**63:
+        return np.dtype(np.int64)
+    if low < 0:
+        raise TypeError(
+            f"{caller}: ids must fit into one 64-bit type, got {low} and {high}. "
+            "Shift them to be at least 0."
+        )
+    return np.dtype(np.uint64)
 
 
 @dataclass(frozen=True)
@@ -92,7 +115,7 @@ class Places:
         if self.counts is None:
             return {}, 0
         several = np.flatnonzero(self.counts > 1)
-        first = several[:_LISTED]
+        first = several[:LISTED]
         pairs = zip(self.ids[first].tolist(), self.counts[first].tolist(), strict=True)
         return dict(pairs), len(several)
 
@@ -119,15 +142,26 @@ def places_by_id(
                 "Only integer ids can be named when they are missing: number the examples."
             )
         return places
+    if _is_permutation(ids, num_examples):
+        return Places(np.arange(num_examples), ids, None)  # an id is its own place
     audit = audit_ids(ids, num_examples)
     if audit.num_omitted or audit.num_out_of_range:
         try:
             audit.check_exactly_once()
         except CoverageError as error:
             raise CoverageError(f"{caller}: {error}") from None
-    # every id is there: an id is its own place
-    counts = np.bincount(ids, minlength=num_examples) if audit.num_duplicated else None
-    return Places(np.arange(num_examples), ids.astype(np.int64, copy=False), counts)
+    return Places(np.arange(num_examples), ids, np.bincount(ids, minlength=num_examples))
+
+
+def _is_permutation(ids: Integer[np.ndarray, " rows"], num_examples: int) -> bool:
+    """Whether the ids are exactly ``[0, num_examples)``: cheaper than a whole audit."""
+    if len(ids) != num_examples or not num_examples:
+        return not len(ids) and not num_examples
+    if ids.min() < 0 or ids.max() >= num_examples:
+        return False
+    met = np.zeros(num_examples, bool)
+    met[ids] = True  # as many ids as places: each place is met by one
+    return bool(met.all())
 
 
 def _ranked(ids: Shaped[np.ndarray, " rows"]) -> Places:
@@ -361,6 +395,23 @@ class Table:
             duplicated,
             number,
         )
+
+
+def conflict(caller: str, claimed: Any, rows: Sequence[str], number: int) -> ValueError:
+    """The error that says where rows claim one id with different predictions.
+
+    Args:
+        caller: who speaks.
+        claimed: the first such id.
+        rows: where its rows sit.
+        number: how many such ids there are.
+    """
+    more = f", and on {number - 1} more ids" if number > 1 else ""
+    return ValueError(
+        f"{caller}: predictions must agree where rows claim one id, got different ones for id "
+        f"{claimed!r}: {listed(rows)}{more}. Neither can be believed: padding rows and copies "
+        'weigh 0, as tail="mask" has them.'
+    )
 
 
 def _rows_alike(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -73,7 +73,7 @@ class LocalRows:
             "leaves": [
                 {
                     "name": name,
-                    "dtypes": sorted({dtype_name(step.leaves[j].dtype) for step in steps}),
+                    "dtypes": sorted(map(dtype_name, {step.leaves[j].dtype for step in steps})),
                     "shapes": sorted({step.leaves[j].shape[1:] for step in steps}),
                 }
                 for j, name in enumerate(steps[0].names)
@@ -183,20 +183,20 @@ class _Step:
         for start, stop in pairwise(cuts):
             if not self.ids.holds(start):
                 continue  # a global array's rows of other processes
-            kept = None
-            self.count += stop - start
-            if weights is not None:
-                kept = self._kept(weights.read(start, stop), start)
-                self.count += np.count_nonzero(kept) - (stop - start)
-                kept = None if kept.all() else kept
+            kept = None if weights is None else self._kept(weights.read(start, stop), start)
+            self.count += stop - start if kept is None else int(np.count_nonzero(kept))
             self._accepted.append((start, stop, kept))
 
-    def _kept(self, weights: np.ndarray, first: int) -> np.ndarray:
-        bad = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))
-        if bad.size:
+    def _kept(self, weights: np.ndarray, first: int) -> np.ndarray | None:
+        """Which rows are accepted; None where all are."""
+        least, most = weights.min(), weights.max()  # NaN where there is one
+        if least > 0 and most < np.inf:
+            return None
+        if not (least >= 0 and most < np.inf):
+            bad = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0]
             raise ValueError(
-                f"{self._caller}: weights must be finite and at least 0, got {weights[bad[0]]} at "
-                f"row {first + bad[0]}{self.where}. A row that is not to count weighs 0."
+                f"{self._caller}: weights must be finite and at least 0, got {weights[bad]} at "
+                f"row {first + bad}{self.where}. A row that is not to count weighs 0."
             )
         return weights > 0
 
@@ -230,7 +230,6 @@ class _Column:
 
     def split(self) -> None:
         """Finds the parts, and waits for what is still being computed."""
-        jax.block_until_ready(self._array)
         self._parts = _parts(self._array)
 
     @property
@@ -254,6 +253,7 @@ def _parts(array: Any) -> list[tuple[int, int, Any]]:
     """`(start, stop, rows)` of the rows that this process is to hand in."""
     if not isinstance(array, jax.Array):
         return [(0, len(array), array)]
+    array.block_until_ready()
     found = {}
     for shard in array.addressable_shards:
         if shard.data.shape[1:] != array.shape[1:]:
