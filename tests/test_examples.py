@@ -64,3 +64,15 @@ def test_loaders_say_which_loaders_they_compared():
     assert missing == [name for name in ("torch", "grain") if not find_spec(name)]
     for name in compared:
         assert len(re.findall(rf"{name}: the same ids, 103 of 103", out)) == 3
+
+
+def test_digits_nnx_ends_with_one_devices_parameters():
+    out = run("digits_nnx.py")
+    losses = re.findall(r"loss on one device (\S+), on four (\S+)", out)
+    assert len(losses) == 8
+    assert float(losses[-1][0]) < 0.3 * float(losses[0][0])
+    (off,) = re.findall(r"parameters of four devices are within (\S+) of one's", out)
+    assert float(off) < 1e-3
+    right, counted = re.search(r"= (\d+) of (\d+) test ids", out).groups()
+    assert counted == "360"
+    assert int(right) > 320
