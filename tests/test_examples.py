@@ -3,9 +3,11 @@
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def run(name: str) -> str:
@@ -37,4 +39,40 @@ def test_digits_counts_every_image_once_and_proves_its_gradient():
     assert abs(int(naive) - int(shown.group(1))) <= 2
 
 
-README = (ROOT / "README.md").read_text()
+def test_tokens_shows_naive_errors_grow_while_ours_stay_at_rounding():
+    out = run("tokens.py")
+    rows = re.findall(r"^(\w[\w ]*?) +((?:\d\.\de[+-]\d\d *)+)$", out, re.MULTILINE)
+    errors = {name: [float(each) for each in values.split()] for name, values in rows}
+    assert set(errors) == {
+        "ours",
+        "mean of means",
+        "rank means",
+        "microbatch means",
+        "padding counted",
+    }
+    assert max(errors["ours"]) < 1e-5
+    assert errors["mean of means"][-1] > 2 * errors["mean of means"][0] > 0.01
+    assert errors["microbatch means"][0] < 1e-5 < 0.01 < errors["microbatch means"][-1]
+
+
+def test_loaders_say_which_loaders_they_compared():
+    out = run("loaders.py")
+    compared = re.search(r"compared: ([\w, ]+)\n", out).group(1).split(", ")
+    missing = re.search(r"not compared: ([\w, ]+)\n", out)
+    missing = missing.group(1).split(", ") if missing else []
+    assert sorted(compared + missing) == ["grain", "numpy", "torch"]
+    assert missing == [name for name in ("torch", "grain") if not find_spec(name)]
+    for name in compared:
+        assert len(re.findall(rf"{name}: the same ids, 103 of 103", out)) == 3
+
+
+def test_digits_nnx_ends_with_one_devices_parameters():
+    out = run("digits_nnx.py")
+    losses = re.findall(r"loss on one device (\S+), on four (\S+)", out)
+    assert len(losses) == 8
+    assert float(losses[-1][0]) < 0.3 * float(losses[0][0])
+    (off,) = re.findall(r"parameters of four devices are within (\S+) of one's", out)
+    assert float(off) < 1e-3
+    right, counted = re.search(r"= (\d+) of (\d+) test ids", out).groups()
+    assert counted == "360"
+    assert int(right) > 320
