@@ -101,7 +101,7 @@ class EpochRecord:
             seed=plan.seed,
             epoch=epoch,
             shuffle=plan.shuffle,
-            order=plan.order,
+            order=plan.fingerprint["order"],
             tail=plan.tail,
             batch_size=plan.batch_size,
             steps=plan.steps_per_epoch,
