@@ -65,8 +65,8 @@ def audit_ids(
         accepted = 0
         for block, _ in _accepted_blocks(*rank):
             accepted += len(block)
-            inside = (block >= 0) & (block < n)
-            if not inside.all():
+            if block.size and (block.min() < 0 or block.max() >= n):
+                inside = (block >= 0) & (block < n)
                 strays.append(block[~inside])
                 block = block[inside]
             tally.add(block)
@@ -266,8 +266,8 @@ def _checked(function: str, ids: list[np.ndarray], weights: list[np.ndarray] | N
     for values in weights:
         if values.dtype.kind not in "iufb":
             raise TypeError(f"{function}: weights must be numbers, got {values.dtype}.")
-        wrong = values[~((values >= 0) & np.isfinite(values))]
-        if wrong.size:
+        if values.size and not (values.min() >= 0 and values.max() < np.inf):  # NaN is neither
+            wrong = values[~((values >= 0) & np.isfinite(values))]
             raise ValueError(
                 f"{function}: weights must be finite and at least 0, got {wrong[0]}."
                 " Padding has weight 0."
@@ -287,7 +287,10 @@ def _accepted_blocks(ids: np.ndarray, weights: np.ndarray | None) -> Iterator[_R
             yield ids[block], None
             continue
         accepted = weights[block] > 0
-        yield ids[block][accepted], weights[block][accepted]
+        if accepted.all():
+            yield ids[block], weights[block]
+        else:
+            yield ids[block][accepted], weights[block][accepted]
 
 
 def _weight_range(ranks: Sequence[_Rank], tally: Tally) -> tuple[float, float]:

@@ -83,9 +83,10 @@ def torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_example
         else:
             swap = entries + drawn % (np.uint32(n) - entries)
         pivots[start : start + len(entries)] = swap
-    # LAPACK's row interchanges are that chain of swaps. Ids below 2**53 are exact in float64.
-    (swap_rows,) = get_lapack_funcs(("laswp",), dtype=np.float64)
-    column = swap_rows(np.arange(n, dtype=np.float64).reshape(n, 1), pivots, overwrite_a=1)
+    # LAPACK's row interchanges are that chain of swaps; it moves floats, which hold ids exactly.
+    dtype = np.float32 if n <= 2**24 else np.float64
+    (swap_rows,) = get_lapack_funcs(("laswp",), dtype=dtype)
+    column = swap_rows(np.arange(n, dtype=dtype).reshape(n, 1), pivots, overwrite_a=1)
     return column.reshape(n).astype(np.int64)
 
 

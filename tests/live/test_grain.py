@@ -7,7 +7,7 @@ from absl import flags
 from grain.python import IndexSampler
 from grain.sharding import ShardOptions
 
-from jax_ddp_weighting import DistributedSampler, audit_ids
+from jax_ddp_weighting import CoverageError, DistributedSampler, audit_ids
 
 DATA = np.arange(100, 110)
 
@@ -65,6 +65,23 @@ def test_grains_own_sharding_of_10_ids_over_4_shards(epochs, counts):
         for shard in range(4)
     ]
     assert counted(shares) == counts != [epochs] * 10
+
+
+def test_a_loader_that_shards_a_share_again_is_found_by_id():
+    """The sampler cannot see it: grain asks for every fourth of what it has."""
+    shares = [
+        list(
+            grain.DataLoader(
+                data_source=DATA,
+                sampler=ours(rank).grain_sampler(),
+                shard_options=ShardOptions(rank, 4),
+                worker_count=0,
+            )
+        )
+        for rank in range(4)
+    ]
+    with pytest.raises(CoverageError, match=r"\d of 10 ids omitted"):
+        audit_ids([[i - 100 for i in share] for share in shares], 10).check_exactly_once()
 
 
 def test_a_map_dataset_over_the_source_reads_every_id_once_an_epoch():

@@ -20,7 +20,9 @@ def torchs(n, seed):
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 10, 1000, 65_536, 65_537, 65_538, 1_000_003, *LARGE])
+@pytest.mark.parametrize(
+    "n", [0, 1, 2, 3, 10, 1000, 65_536, 65_537, 65_538, 1_000_003, 2**24 + 1, *LARGE]
+)
 def test_an_order_is_torchs(n):
     assert np.array_equal(torch_order(n, 5), torchs(n, 5))
 
