@@ -129,7 +129,9 @@ def value_and_grad(
 
     With several microbatches the weights are summed first, in a pass whose forward computation XLA
     removes because only the weights are used; the gradients are then accumulated by `lax.scan`, in
-    at least float32, with the memory of one microbatch, and cross the network once per step.
+    at least float32, with the memory of one microbatch, and cross the network once per step. (In
+    the global view XLA chooses where it reduces, and that is at every microbatch: several
+    microbatches are cheaper inside `shard_map`.)
 
     Args:
         loss_fn: `loss_fn(params, batch)` returns a `WeightedSum` (see `weighted_sum`), or a dict of
