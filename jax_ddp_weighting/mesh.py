@@ -143,6 +143,8 @@ def placed(tree: T, sharding: NamedSharding) -> T:
         if isinstance(current, NamedSharding) and current.mesh == sharding.mesh:
             return leaf
         # a copy, so that donating the placed tree leaves the caller's own arrays alone
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jnp.copy(leaf)  # device_put aliases keys whatever it is told
         return jax.device_put(leaf, sharding, may_alias=False)
 
     return jax.tree.map(place, tree)

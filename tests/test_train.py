@@ -390,12 +390,16 @@ def test_updates_of_another_form_are_refused(returned, message):
         step(state, Batch.of(fetch(np.arange(4))))
 
 
-def test_the_users_own_parameters_survive_the_donation():
-    state = new_state(optax.sgd(0.1))
-    params = state.params
+def test_the_users_own_arrays_survive_the_donation():
+    class Keyed(TrainState):
+        key: Any
+
+    params, key = new_state(optax.sgd(0.1)).params, jax.random.key(0)
+    state = Keyed.create(apply_fn=None, params=params, tx=optax.sgd(0.1), key=key)
     step = make_train_step(loss_fn, data_mesh(1))
     after, _ = step(state, Batch.of(fetch(np.arange(8))))
     np.testing.assert_array_equal(params["w"], np.zeros(3))
+    assert not key.is_deleted()
     step(after, Batch.of(fetch(np.arange(8))))
     assert after.params["w"].is_deleted()
 
