@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from jax_ddp_weighting.arguments import check_integer, check_num_replicas
 from jax_ddp_weighting.conventions import CONVENTIONS as CONVENTIONS
 from jax_ddp_weighting.conventions import deviation, probes
 from jax_ddp_weighting.effective import effective_weights as effective_weights
@@ -70,13 +71,16 @@ def diagnose(gradient_of: GradientOf, *, num_replicas: int, microbatches: int = 
         Fix: Divide by the weight summed over all ranks (psum), not by the rank's own: ...
         Note: the gradient is not finite where a whole rank or microbatch is empty.
     """
-    for name, value in (("num_replicas", num_replicas), ("microbatches", microbatches)):
-        if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(
-                f"diagnose: {name} must be an integer of at least 1, got {value!r}. "
-                "1 stands for code that knows of none."
-            )
-    laid_out = probes(int(num_replicas), int(microbatches))
+    num_replicas = check_num_replicas("diagnose: num_replicas", num_replicas)
+    microbatches = check_integer(
+        "diagnose: microbatches",
+        microbatches,
+        1,
+        2**31,
+        "be an integer in [1, 2**31]",
+        "1 stands for code that knows of none.",
+    )
+    laid_out = probes(num_replicas, microbatches)
     shape = next(iter(laid_out.values())).shape
     tokens = np.arange(np.prod(shape)).reshape(shape)
 

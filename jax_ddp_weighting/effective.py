@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PyTree
 
+from jax_ddp_weighting.arguments import listed
+
 
 def effective_weights(
     gradient: PyTree, per_example_gradients: PyTree, *, rtol: float = 1e-3
@@ -78,7 +80,7 @@ def effective_weights(
         raise ValueError(
             f"effective_weights: per_example_gradients must determine the weights to rtol={rtol:g},"
             f" got an uncertainty of {uncertainty[worst]:.1e} at example {worst}: the gradients of "
-            f"examples {_listed(np.sort(alike))} are nearly alike. Take fewer or more different "
+            f"examples {listed(np.sort(alike))} are nearly alike. Take fewer or more different "
             "examples, a larger model, or float64."
         )
     return weights
@@ -163,7 +165,7 @@ def _check_norms(norms: np.ndarray) -> None:
     if not norms.all():
         raise ValueError(
             "effective_weights: per_example_gradients must differ from 0, got gradients of 0 for "
-            f"examples {_listed(np.flatnonzero(norms == 0))}: what they counted cannot show. Leave "
+            f"examples {listed(np.flatnonzero(norms == 0))}: what they counted cannot show. Leave "
             "them out, or take other parameters."
         )
 
@@ -174,14 +176,9 @@ def _check_determined(free: np.ndarray) -> None:
         alike = np.flatnonzero(np.abs(free).max(axis=1) > 1e-3)
         raise ValueError(
             "effective_weights: per_example_gradients must be linearly independent, got "
-            f"{len(free)} gradients of which those of examples {_listed(alike)} are not: their "
+            f"{len(free)} gradients of which those of examples {listed(alike)} are not: their "
             "weights cannot be told apart. Leave copies out, or take a model with more parameters."
         )
-
-
-def _listed(ids: np.ndarray) -> str:
-    shown = ", ".join(str(each) for each in ids[:10])
-    return shown + (f" and {len(ids) - 10} more" if len(ids) > 10 else "")
 
 
 def _norm(leaves: list[np.ndarray]) -> float:
