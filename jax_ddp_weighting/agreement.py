@@ -32,7 +32,7 @@ class EpochRecord:
         seed: the plan's seed.
         epoch: the epoch.
         shuffle: whether ids are read in an order of the epoch's own.
-        order: "keyed" or "torch".
+        order: "keyed", "torch", or the digest of an order of one's own.
         tail: "mask", "repeat" or "drop".
         batch_size: rows per rank and step.
         steps: steps in the epoch.
@@ -97,12 +97,8 @@ class EpochRecord:
             world_size=plan.num_replicas,
             rank=coordination.this_process()[0],
             manifest_hash=manifest_hash,
-            num_examples=plan.num_examples,
-            seed=plan.seed,
             epoch=epoch,
-            shuffle=plan.shuffle,
-            order=plan.fingerprint["order"],
-            tail=plan.tail,
+            **plan.fingerprint,
             batch_size=plan.batch_size,
             steps=plan.steps_per_epoch,
             accepted=plan.accepted_per_epoch,
