@@ -4,12 +4,11 @@ import json
 import logging
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import jax_ddp_weighting
 from jax_ddp_weighting import coordination
 from jax_ddp_weighting.arguments import check_integer
-from jax_ddp_weighting.coordination import named
+from jax_ddp_weighting.coordination import differing, named
 from jax_ddp_weighting.manifest import manifest_hash as manifest_hash
 from jax_ddp_weighting.plan import EpochPlan
 
@@ -32,7 +31,7 @@ class EpochRecord:
         seed: the plan's seed.
         epoch: the epoch.
         shuffle: whether ids are read in an order of the epoch's own.
-        order: "keyed" or "torch".
+        order: "keyed", "torch", or the digest of an order of one's own.
         tail: "mask", "repeat" or "drop".
         batch_size: rows per rank and step.
         steps: steps in the epoch.
@@ -97,12 +96,8 @@ class EpochRecord:
             world_size=plan.num_replicas,
             rank=coordination.this_process()[0],
             manifest_hash=manifest_hash,
-            num_examples=plan.num_examples,
-            seed=plan.seed,
             epoch=epoch,
-            shuffle=plan.shuffle,
-            order=plan.fingerprint["order"],
-            tail=plan.tail,
+            **plan.fingerprint,
             batch_size=plan.batch_size,
             steps=plan.steps_per_epoch,
             accepted=plan.accepted_per_epoch,
@@ -186,41 +181,21 @@ def _findings(said: dict[int, str], *, among: tuple[int, ...], timeout_s: float)
     """What is wrong, in words; nothing if all processes have said the same."""
     records = {rank: json.loads(line) for rank, line in said.items()}
     absent = [rank for rank in among if rank not in said]
-    compared = dict.fromkeys(name for record in records.values() for name in record)
-    differing = []
-    for name in compared:
-        if name == "rank":
-            continue
-        holders: dict[str, list[int]] = {}
-        for rank, record in records.items():
-            holders.setdefault(_shown(record, name), []).append(rank)
-        if len(holders) > 1:
-            differing.append(f"{name} is {_listed(holders)}")
-    if not (absent or differing):
+    epochs = sorted({record["epoch"] for record in records.values()})
+    for record in records.values():
+        del record["rank"]
+    differences = differing(records)
+    if not (absent or differences):
         return ""
-    epochs = sorted({record.get("epoch", -1) for record in records.values()})
     parts = [f"check_agreement: epoch {', '.join(map(str, epochs))}:"]
     if absent:
         parts.append(
             f"{named(absent)} absent, not there after {timeout_s:g} s; {named(said)} waited. Look "
             "at the logs of the absent: they are gone, busy, or a call behind."
         )
-    if differing:
+    if differences:
         parts.append(
-            f"ranks must hold the same epoch, got {'; '.join(differing)}. Give every rank the same "
-            "arguments and the same data."
+            f"ranks must hold the same epoch, got {'; '.join(differences)}. Give every rank the "
+            "same arguments and the same data."
         )
     return " ".join(parts)
-
-
-def _shown(record: dict[str, Any], name: str) -> str:
-    return repr(record[name]) if name in record else "not there"
-
-
-def _listed(holders: dict[str, list[int]]) -> str:
-    # the smallest groups first: most likely they are the ones that are wrong
-    groups = sorted(holders.items(), key=lambda each: len(each[1]))
-    shown = [f"{value} on {named(ranks)}" for value, ranks in groups[:10]]
-    if len(groups) > 10:
-        shown.append(f"and {len(groups) - 10} more values")
-    return ", ".join(shown)

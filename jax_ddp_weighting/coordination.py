@@ -145,7 +145,25 @@ def named(indices: Any, noun: str = "rank") -> str:
     indices = list(indices)
     if len(indices) == 1:
         return f"{noun} {indices[0]}"
-    return f"{noun}s {listed(indices)}"
+    return f"{noun}{'es' if noun.endswith('s') else 's'} {listed(indices)}"
+
+
+def differing(said: dict[int, dict[str, Any]], noun: str = "rank") -> list[str]:
+    """Each entry that is not the same in all: `seed is 7 on rank 1, 0 on ranks 0, 2`."""
+    found = []
+    for name in dict.fromkeys(name for each in said.values() for name in each):
+        holders: dict[str, list[int]] = {}
+        for index, each in said.items():
+            value = repr(each[name]) if name in each else "not there"
+            holders.setdefault(value, []).append(index)
+        if len(holders) > 1:
+            # the smallest groups first: most likely they are the ones that are wrong
+            groups = sorted(holders.items(), key=lambda group: len(group[1]))
+            shown = [f"{value} on {named(indices, noun)}" for value, indices in groups[:10]]
+            if len(groups) > 10:
+                shown.append(f"and {len(groups) - 10} more values")
+            found.append(f"{name} is {', '.join(shown)}")
+    return found
 
 
 def _client() -> Any:

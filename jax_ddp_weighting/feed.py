@@ -3,118 +3,20 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jax_ddp_weighting import mesh as meshes
+from jax_ddp_weighting import coordination
+from jax_ddp_weighting.batch import Batch as Batch
+from jax_ddp_weighting.forms import FormAgreement
+from jax_ddp_weighting.layout import Layout, id_dtype
 from jax_ddp_weighting.mesh import AxisName
-from jax_ddp_weighting.plan import EpochPlan, Slots
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Batch:
-    """Rows with their identities and their weights: what a loss function is given.
-
-    Attributes:
-        data: a pytree of arrays `[rows, ...]`.
-        ids: integers `[rows]`, which example each row is.
-        weights: `[rows]`, how much each row counts; 0 is padding.
-    """
-
-    data: Any
-    ids: Any
-    weights: Any
-
-    @classmethod
-    def of(cls, data: PyTree, weights: Any = None, ids: Any = None) -> "Batch":
-        """A batch made by hand, of data that no plan has laid out.
-
-        Args:
-            data: a pytree of arrays `[rows, ...]`.
-            weights: `[rows]`, each finite and at least 0; all 1 when None.
-            ids: integers `[rows]`; 0, 1, 2, ... when None.
-
-        Returns:
-            A `Batch` of the arrays as they are, on the host or on devices.
-
-        Raises:
-            ValueError: the leaves have different numbers of rows, or a weight on the host is
-                negative or NaN. (Weights on a device are not read back.)
-
-        Example:
-            >>> batch = Batch.of({"x": np.zeros((3, 2))}, weights=np.array([1, 1, 0]))
-            >>> batch.ids.tolist(), batch.weights.tolist()
-            ([0, 1, 2], [1, 1, 0])
-        """
-        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
-        if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
-            raise ValueError(
-                "Batch.of: data must be arrays with one leading axis of rows, got shapes "
-                f"{shapes}. Give every leaf the same number of rows."
-            )
-        rows = shapes[0][0]
-        weights = np.ones(rows, np.int32) if weights is None else _array(weights)
-        ids = np.arange(rows, dtype=np.int32) if ids is None else _array(ids)
-        for name, array in (("weights", weights), ("ids", ids)):
-            if array.shape != (rows,):
-                raise ValueError(
-                    f"Batch.of: {name} must have one entry per row, got shape {array.shape} for "
-                    f"{rows} rows. Token weights belong in data, beside the tokens."
-                )
-        if isinstance(weights, np.ndarray):
-            bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
-            if bad.size:
-                raise ValueError(
-                    "Batch.of: weights must be finite and at least 0, got "
-                    f"{weights[bad[0]]} at row {bad[0]}. A row that is not to count weighs 0."
-                )
-        return cls(data, ids, weights)
-
-    def padded(self, multiple: int) -> "Batch":
-        """The batch, filled up with rows of weight 0 until its rows divide by `multiple`.
-
-        The rule: a row of padding repeats the first row, id included, at weight 0. So its data are
-        as finite as that row's, and it counts for nothing.
-
-        Args:
-            multiple: what the number of rows is to divide by, such as microbatches times ranks;
-                inside a mapped function, where a batch holds one rank's rows, the microbatches.
-
-        Returns:
-            A `Batch` of host arrays where they were on the host, else of device arrays; the same
-            batch where the rows divide already.
-
-        Raises:
-            ValueError: `multiple` is below 1.
-
-        Example:
-            >>> batch = Batch.of(np.array([7.0, 8.0, 9.0])).padded(4)
-            >>> batch.data.tolist(), batch.ids.tolist(), batch.weights.tolist()
-            ([7.0, 8.0, 9.0, 7.0], [0, 1, 2, 0], [1, 1, 1, 0])
-        """
-        if multiple < 1:
-            raise ValueError(
-                f"Batch.padded: multiple must be at least 1, got {multiple}. 1 adds no rows."
-            )
-        extra = -self.weights.shape[0] % multiple
-        if not extra:
-            return self
-
-        def repeated(leaf: Any) -> Any:
-            numpy = jnp if isinstance(leaf, jax.Array) else np
-            return numpy.concatenate([leaf, numpy.repeat(leaf[:1], extra, axis=0)])
-
-        rows = jax.tree.map(repeated, self)
-        real = np.arange(self.weights.shape[0] + extra) < self.weights.shape[0]
-        return Batch(rows.data, rows.ids, rows.weights * real.astype(rows.weights.dtype))
-
+from jax_ddp_weighting.plan import EpochPlan
 
 Fetch = Callable[[np.ndarray], PyTree]
 """`fetch(ids)` returns a pytree of arrays `[len(ids), ...]`: row `j` is example `ids[j]`."""
@@ -129,11 +31,19 @@ def batches(
     start_step: int = 0,
     prefetch: int = 2,
     axis_name: AxisName = "data",
+    timeout_s: float = 300,
 ) -> Iterator[Batch]:
     """An epoch of a plan as global device batches of one shape, each rank's rows on its device.
 
     The rule: every step is full, short ones are filled with rows of weight 0, and each process
-    fetches its own ranks' ids only. A thread fetches ahead of the step that is running.
+    fetches its own ranks' ids only, whichever devices of the mesh it holds. A thread fetches ahead
+    of the step that is running.
+
+    Processes whose rows differ in form would go on with different global shapes, and hang or abort
+    in a collective. So the first rows' form is compared over the processes of the mesh, once a
+    stream and through the coordination service; later rows must have the form of the first. (An
+    error of `fetch` at a later step is this process's alone: see `join_batches` for streams whose
+    errors are to reach all.)
 
     Args:
         plan: who reads what; its `num_replicas` is the size of the mesh's data axis.
@@ -144,6 +54,7 @@ def batches(
         start_step: the first step to yield, to resume.
         prefetch: how many batches are made ahead; 0 makes each when it is asked for.
         axis_name: the data axis.
+        timeout_s: how many seconds to wait, at the first batch, for other processes' first rows.
 
     Returns:
         An iterator of `plan.steps_per_epoch - start_step` batches, every leaf a global array
@@ -152,8 +63,10 @@ def batches(
 
     Raises:
         ValueError: the mesh has not the plan's number of ranks, or a number is out of range; at
-            once, not at the first batch. `fetch` returned another number of rows than ids. An error
-            in `fetch` surfaces at the step it belongs to, with a note that names the step.
+            once, not at the first batch. `fetch` returned another number of rows than ids, or rows
+            of another form than before or than on another process. An error in `fetch` surfaces at
+            the step it belongs to, with a note that names the step.
+        RuntimeError: another process failed to fetch its first rows, or did not in time.
 
     Example:
         >>> plan = EpochPlan(5, num_replicas=1, batch_size=2, shuffle=False)
@@ -164,7 +77,8 @@ def batches(
         [20.0, 30.0] [1, 1]
         [40.0, 0.0] [1, 0]
     """
-    ranks = meshes.num_ranks(mesh, axis_name, caller="batches")
+    layout = Layout.of(mesh, axis_name, caller="batches")
+    ranks = layout.ranks
     if plan.num_replicas != ranks:
         raise ValueError(
             f"batches: plan must have as many ranks as the mesh's {axis_name!r} axis, got "
@@ -179,19 +93,25 @@ def batches(
         raise ValueError(
             f"batches: prefetch must be at least 0, got {prefetch}. 0 fetches without a thread."
         )
-    sharding = meshes.row_sharding(mesh, axis_name)
-    width = plan.batch_size
-    local = _local_ranks(sharding, ranks, width)
+    coordination.check_timeout("batches: timeout_s", timeout_s)
     _check_ids_fit(plan)
+    # met here and not at the first batch: all processes make their streams in the same order
+    meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
+    agreement = FormAgreement("batches", meeting, timeout_s)
 
     def make(step: int) -> Batch:
-        slots = plan.batch(epoch, step, ranks=local)
-        try:
-            data = fetch(slots.ids.reshape(-1))
-        except BaseException as error:
-            error.add_note(f"batches: fetch failed at epoch {epoch}, step {step}.")
-            raise
-        return _global_batch(slots, data, sharding, local, ranks)
+        slots = plan.batch(epoch, step, ranks=layout.local)
+        ids, weights = slots.ids.reshape(-1), slots.weights.reshape(-1)
+        failed = f"fetch failed at epoch {epoch}, step {step}"
+        with agreement.made(failed):
+            try:
+                data = fetch(ids)
+            except BaseException as error:
+                error.add_note(f"batches: {failed}.")
+                raise
+            data = jax.tree_util.tree_map_with_path(partial(_rows, number=len(ids)), data)
+        agreement.check(data)
+        return jax.tree.map(layout.globally, Batch(data, ids.astype(id_dtype()), weights))
 
     return _ahead(make, range(start_step, plan.steps_per_epoch), prefetch)
 
@@ -216,52 +136,21 @@ def _ahead(make: Callable[[int], Batch], steps: range, prefetch: int) -> Iterato
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _local_ranks(sharding: NamedSharding, ranks: int, width: int) -> list[int]:
-    rows = sharding.addressable_devices_indices_map((ranks * width,))
-    return sorted({(index[0].start or 0) // width for index in rows.values() if index})
-
-
-def _global_batch(
-    slots: Slots, data: PyTree, sharding: NamedSharding, local: list[int], ranks: int
-) -> Batch:
-    width = slots.ids.shape[1]
-    first_row = {rank * width: place * width for place, rank in enumerate(local)}
-
-    def globally(leaf: np.ndarray) -> jax.Array:
-        def shard(index: Any) -> np.ndarray:
-            first = first_row[index[0].start or 0]
-            return leaf[first : first + width]
-
-        return jax.make_array_from_callback((ranks * width, *leaf.shape[1:]), sharding, shard)
-
-    def checked(path: Any, leaf: Any) -> jax.Array:
-        leaf = np.asarray(leaf)
-        if leaf.shape[:1] != (slots.ids.size,):
-            raise ValueError(
-                f"batches: fetch must return one row per id, got shape {leaf.shape} at data"
-                f"{jax.tree_util.keystr(path)} for {slots.ids.size} ids. Index every array "
-                "with ids."
-            )
-        return globally(leaf)
-
-    ids = slots.ids.reshape(-1).astype(_id_dtype())
-    weights = slots.weights.reshape(-1)
-    return Batch(jax.tree_util.tree_map_with_path(checked, data), globally(ids), globally(weights))
-
-
-def _id_dtype() -> Any:
-    return jnp.result_type(int)
+def _rows(path: Any, leaf: Any, *, number: int) -> np.ndarray:
+    leaf = np.asarray(leaf)
+    if leaf.shape[:1] != (number,):
+        raise ValueError(
+            f"batches: fetch must return one row per id, got shape {leaf.shape} at data"
+            f"{jax.tree_util.keystr(path)} for {number} ids. Index every array with ids."
+        )
+    return leaf
 
 
 def _check_ids_fit(plan: EpochPlan) -> None:
-    largest = int(np.iinfo(_id_dtype()).max)
+    largest = int(np.iinfo(id_dtype()).max)
     if plan.num_examples > largest + 1:
         raise ValueError(
             f"batches: plan must have ids of at most 32 bits while x64 is off, got "
             f"{plan.num_examples} examples. JAX would cut larger ids without a word: switch "
             "jax_enable_x64 on, or shard the data set into parts."
         )
-
-
-def _array(values: Any) -> Any:
-    return values if isinstance(values, jax.Array) else np.asarray(values)

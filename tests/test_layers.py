@@ -14,7 +14,7 @@ NUMPY_HALF = [
     *["arguments", "order", "tally", "coverage", "audit", "plan", "views", "sampler", "manifest"],
 ]
 JAX_HALF = [
-    *["coordination", "mesh", "sums", "terms", "weighting", "feed"],
+    *["coordination", "mesh", "sums", "terms", "weighting", "batch", "layout", "forms", "feed"],
     *["multi_steps", "step", "nnx_train", "train"],
     *["exchange", "predictions", "rows", "gathering", "parts", "evaluation", "agreement"],
     *["parity", "conventions", "effective", "naming", "diagnosis"],
