@@ -12,12 +12,13 @@ accelerate's rows come in the order of the ranks; ours are by id, each id once, 
 
 import gc
 import os
-import resource
+import re
 import socket
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -39,8 +40,18 @@ def line(what: str, seconds: list[float], reference: list[float] | None = None) 
     print(f"  {what:<44}{shown(seconds)}{ratio}", flush=True)
 
 
-def used() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak(call) -> int:
+    """The most bytes that a call took beside what was there before it."""
+
+    def status(field: str) -> int:
+        found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found.group(1)) * 1024
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before
 
 
 def one_process(rank: int, jax_port: int, torch_port: int) -> None:
@@ -87,40 +98,39 @@ def one_process(rank: int, jax_port: int, torch_port: int) -> None:
         assert len(found) == rows
         return seconds
 
-    for shape, what in (((), "one float32"), ((10,), "ten float32")):
-        for n, rounds in SIZES.items():
-            if n == 10_000_000 and shape:
-                continue  # 400 MB in each process's inputs and result, twice
-            predictions = np.random.default_rng(0).standard_normal((n, *shape), np.float32)
-            plan = EpochPlan(n, PROCESSES, ROWS)
-            slots = [plan.batch(0, step, ranks=[rank]) for step in range(plan.steps_per_epoch)]
-            steps = (
-                [each.ids[0] for each in slots],
-                [each.weights[0] for each in slots],
-                [predictions[each.ids[0]] for each in slots],
-            )
-            torch_predictions = torch.from_numpy(predictions)
-            loader = accelerator.prepare(DataLoader(range(n), batch_size=ROWS))
-            before = used()
-            cold = ours(steps, n, n)
-            memory = used() - before  # of the largest so far alone: later ones fit into it
-            timings = [[], [], []]
-            for _ in range(rounds):
-                gc.collect()
-                timings[0].append(theirs(loader, torch_predictions))
-                timings[1].append(ours(steps, n, n))
-                timings[2].append(ours(steps, None, n))
-            if rank == 0:
-                result = n * (8 + 4 * int(np.prod(shape)))
-                print(f" n = {n:,}, {what} a row, {ROWS} rows per process and batch")
-                line("accelerate, gather_for_metrics", timings[0])
-                line("gather_by_id, num_examples known", timings[1], timings[0])
-                line("gather_by_id, num_examples unknown", timings[2], timings[0])
-                print(f"  the first call, which compiles, took {cold * 1e3:.1f} ms", flush=True)
-                if memory:
-                    print(
-                        f"  and {memory / 2**20:.0f} MiB for a result of {result / 2**20:.0f} MiB"
-                    )
+    def both(n: int, shape: tuple[int, ...], what: str, rounds: int) -> None:
+        predictions = np.random.default_rng(0).standard_normal((n, *shape), np.float32)
+        plan = EpochPlan(n, PROCESSES, ROWS)
+        slots = [plan.batch(0, step, ranks=[rank]) for step in range(plan.steps_per_epoch)]
+        steps = (
+            [each.ids[0] for each in slots],
+            [each.weights[0] for each in slots],
+            [predictions[each.ids[0]] for each in slots],
+        )
+        torch_predictions = torch.from_numpy(predictions)
+        loader = accelerator.prepare(DataLoader(range(n), batch_size=ROWS))
+        cold = ours(steps, n, n)
+        peaks = [peak(lambda: ours(steps, n, n)), peak(lambda: ours(steps, None, n))]
+        timings = [[], [], []]
+        for _ in range(rounds):
+            gc.collect()
+            timings[0].append(theirs(loader, torch_predictions))
+            timings[1].append(ours(steps, n, n))
+            timings[2].append(ours(steps, None, n))
+        if rank == 0:
+            result = n * (8 + 4 * int(np.prod(shape)))
+            print(f" n = {n:,}, {what} a row, {ROWS} rows per process and batch")
+            line("accelerate, gather_for_metrics", timings[0])
+            line("gather_by_id, num_examples known", timings[1], timings[0])
+            line("gather_by_id, num_examples unknown", timings[2], timings[0])
+            known, unknown = (f"{each / result:.2f}" for each in peaks)
+            print(f"  the first call took {cold * 1e3:.1f} ms; later ones, beside the inputs,")
+            print(f"  {known} and {unknown} times the result's memory", flush=True)
+
+    for n, rounds in SIZES.items():
+        both(n, (), "one float32", rounds)
+        if n < 10_000_000:  # or the inputs alone fill 2 GB
+            both(n, (10,), "ten float32", rounds)
     accelerator.end_training()
 
 

@@ -82,29 +82,44 @@ def allgather_messages(message: Any) -> list[Any]:
     return [json.loads(each[:length]) for each, length in zip(whole, lengths, strict=True)]
 
 
+class Round:
+    """What each process has to say in one block of `together`."""
+
+    def __init__(self) -> None:
+        self._message: Any = None
+        self.heard: list[Any] = []
+
+    def tell(self, message: Any) -> None:
+        """What the others will have heard once the block has ended; JSON holds it."""
+        self._message = message
+
+
 @contextmanager
-def together() -> Iterator[None]:
+def together() -> Iterator[Round]:
     """A block that fails on every process where it fails on one, so that none waits for another.
 
     The process where it failed raises its own error; the others raise one of the same type that
-    names the process. Every process must reach the block's end.
+    names the process. Where it fails on none, all have `heard` each other in process order. Every
+    process must reach the block's end.
     """
+    here = Round()
     failure: Exception | None = None
     try:
-        yield
+        yield here
     except Exception as error:  # whatever it is, the others wait to be told; it is raised below
         failure = error
     told = None if failure is None else [type(failure).__name__, str(failure)]
-    failures = allgather_messages(told)
+    everyone = allgather_messages([told, None if told else here._message])
     if failure is not None:
         raise failure
-    for process, each in enumerate(failures):
-        if each is not None:
-            name, text = each
+    for process, (failed, message) in enumerate(everyone):
+        if failed is not None:
+            name, text = failed
             where = f"(raised on process {process})"
             if name in _ERRORS:
                 raise _ERRORS[name](f"{text} {where}")
             raise RuntimeError(f"{name}: {text} {where}")
+        here.heard.append(message)
 
 
 Columns = list[np.ndarray]

@@ -90,7 +90,7 @@ def gather_by_id(
         >>> found.ids.tolist(), found.predictions["class"].tolist()
         ([0, 1, 2], [5, 6, 7])
     """
-    with exchange.together():
+    with exchange.together() as described:
         if to not in ("all", "first"):
             raise ValueError(
                 f'gather_by_id: to must be "all" or "first", got {to!r}. '
@@ -99,13 +99,12 @@ def gather_by_id(
         if num_examples is not None:
             num_examples = check_length("gather_by_id: num_examples", num_examples)
         local = LocalRows(ids, weights, predictions, caller="gather_by_id")
-    told = {**local.described(), "arguments": repr((num_examples, to, pad))}
-    leaves = _leaves(exchange.allgather_messages(told), pad)
-    with exchange.together():
-        facts = local.read()
-    everyone = exchange.allgather_messages(facts)
-    counts = [each["count"] for each in everyone]
-    id_dtype = common_id_dtype(everyone, caller="gather_by_id")
+        described.tell({**local.described(), "arguments": repr((num_examples, to, pad))})
+    leaves = _leaves(described.heard, pad)
+    with exchange.together() as read:
+        read.tell(local.read())
+    counts = [each["count"] for each in read.heard]
+    id_dtype = common_id_dtype(read.heard, caller="gather_by_id")
 
     keeps = to == "all" or jax.process_index() == 0
     gathered = np.empty(sum(counts) if keeps else 0, id_dtype)

@@ -76,3 +76,15 @@ def test_digits_nnx_ends_with_one_devices_parameters():
     right, counted = re.search(r"= (\d+) of (\d+) test ids", out).groups()
     assert counted == "360"
     assert int(right) > 320
+
+
+def test_evaluation_counts_the_test_images_in_every_way():
+    out = run("evaluation.py")
+    hits, counted = re.findall(r"accuracy 0\.\d+ = (\d+) of (\d+)", out)[-1]
+    assert counted == "360"
+    assert int(hits) >= 330
+    assert "on the 360 rows" in out
+    assert f"confusions {360 - int(hits)}\n" in out
+    assert f"'accuracy': '{int(hits) / 360:.4f}'" in out
+    by_position = re.search(r"by position, padding and all: (\d+) of (\d+)", out)
+    assert by_position.group(2) == "408"
