@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.feed import batches as batches
     from jax_ddp_weighting.mesh import data_mesh as data_mesh
     from jax_ddp_weighting.mesh import force_cpu_devices as force_cpu_devices
+    from jax_ddp_weighting.norm import BatchNorm as BatchNorm
+    from jax_ddp_weighting.norm import NnxBatchNorm as NnxBatchNorm
     from jax_ddp_weighting.order import keyed_order as keyed_order
     from jax_ddp_weighting.order import torch_order as torch_order
     from jax_ddp_weighting.parity import ParityError as ParityError
@@ -43,6 +45,7 @@ _PUBLIC = {
     "weighting": ("GlobalLoss", "value_and_grad", "rank_share"),
     "feed": ("Batch", "batches"),
     "train": ("make_train_step",),
+    "norm": ("BatchNorm", "NnxBatchNorm"),
     "parity": ("check_gradients", "ParityError"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -162,7 +162,7 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
     return jnp.where(valid, labels, jnp.zeros_like(labels)), valid.astype(jnp.int32)
 
 
-def divided(total: Any, weight: Any) -> Scalar:
+def divided(total: Any, weight: Any) -> Array:
     """`total / weight`, and 0 with gradient 0 where the weight is 0: the library's one division.
 
     No gradient flows into the weight: what a row counts is decided, not learned.

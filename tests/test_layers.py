@@ -11,7 +11,7 @@ import jax_ddp_weighting
 
 PACKAGE = Path(jax_ddp_weighting.__file__).parent
 NUMPY_HALF = ["arguments", "order", "tally", "coverage", "audit", "plan", "views", "sampler"]
-JAX_HALF = ["mesh", "sums", "terms", "weighting", "feed", "train", "parity"]
+JAX_HALF = ["mesh", "sums", "terms", "weighting", "feed", "train", "norm", "parity"]
 HOUSE = NUMPY_HALF + JAX_HALF
 
 
