@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.naming import Diagnosis as Diagnosis
     from jax_ddp_weighting.naming import diagnose_weights as diagnose_weights
     from jax_ddp_weighting.nnx_train import make_nnx_train_step as make_nnx_train_step
+    from jax_ddp_weighting.norm import BatchNorm as BatchNorm
+    from jax_ddp_weighting.norm import NnxBatchNorm as NnxBatchNorm
     from jax_ddp_weighting.order import keyed_order as keyed_order
     from jax_ddp_weighting.order import torch_order as torch_order
     from jax_ddp_weighting.parity import ParityError as ParityError
@@ -68,6 +70,7 @@ _PUBLIC = {
     "parts": ("write_part", "read_parts", "held_ids", "due_step"),
     "evaluation": ("evaluate",),
     "agreement": ("EpochRecord", "check_agreement", "DisagreementError"),
+    "norm": ("BatchNorm", "NnxBatchNorm"),
     "parity": ("check_gradients", "ParityError"),
     "effective": ("effective_weights", "per_example_gradients"),
     "naming": ("Diagnosis", "diagnose_weights"),
