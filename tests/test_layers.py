@@ -95,3 +95,28 @@ def test_every_public_name_resolves_and_is_known_to_type_checkers():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'weighed_sum'"):
         jax_ddp_weighting.weighed_sum
+
+
+# Where users look for a name. A file that grew was split; its names stayed.
+MODULES = {
+    "order": "torch_order keyed_order",
+    "plan": "Slots EpochPlan",
+    "sampler": "DistributedSampler",
+    "audit": "audit_ids EpochAudit Ledger CoverageError",
+    "mesh": "force_cpu_devices data_mesh",
+    "weighting": "WeightedSum GlobalLoss weighted_sum valid_labels value_and_grad rank_share",
+    "feed": "Batch batches",
+    "train": "make_train_step make_nnx_train_step weighted_multi_steps",
+    "evaluation": "gather_by_id evaluate",
+    "agreement": "EpochRecord check_agreement manifest_hash DisagreementError",
+    "norm": "BatchNorm NnxBatchNorm",
+    "parity": "check_gradients ParityError",
+    "diagnosis": "effective_weights diagnose Diagnosis",
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_name_comes_from_its_subjects_module_too(module):
+    loaded = getattr(jax_ddp_weighting, module)
+    for name in MODULES[module].split():
+        assert getattr(loaded, name) is getattr(jax_ddp_weighting, name)
