@@ -305,7 +305,7 @@ def _microbatch(batch: PyTree, k: Any, microbatches: int) -> PyTree:
 def _zeros_like(params: PyTree) -> PyTree:
     def zeros(leaf: Array) -> Array:
         dtype = jnp.promote_types(jnp.float32, leaf.dtype)
-        return mesh.vary_like(jnp.zeros(leaf.shape, dtype), leaf)
+        return mesh.vary_like(jnp.zeros_like(leaf, dtype), leaf)  # sharded as the leaf is
 
     return jax.tree.map(zeros, params)
 
