@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_ddp_weighting import mesh as meshes
-from jax_ddp_weighting.feed import Batch
+from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.mesh import AxisName
 
 Step = Callable[..., tuple[Any, Any]]

@@ -8,8 +8,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.compiled import compiled_once
-from jax_ddp_weighting.feed import Batch
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.step import (
     StepOptions,

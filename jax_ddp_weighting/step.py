@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from jax_ddp_weighting import mesh as meshes
 from jax_ddp_weighting.arguments import check_integer
-from jax_ddp_weighting.feed import Batch
+from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.multi_steps import WeightedMultiStepsState
 from jax_ddp_weighting.sums import WeightedSum

@@ -9,8 +9,8 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.compiled import compiled_once
-from jax_ddp_weighting.feed import Batch
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.multi_steps import weighted_multi_steps as weighted_multi_steps
 from jax_ddp_weighting.nnx_train import make_nnx_train_step as make_nnx_train_step
