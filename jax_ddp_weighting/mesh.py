@@ -195,6 +195,12 @@ def varies(value: jax.Array, axis_name: AxisName) -> bool:
     return not _varying(value).isdisjoint(_names(axis_name))
 
 
+def zeros_like(value: Any, dtype: Any) -> jax.Array:
+    """Zeros that vary over the axes that `value` varies over, sharded as its type is."""
+    # jnp.zeros_like forgets how a value is sharded over axes of type Explicit; a select does not
+    return jnp.where(False, value, 0).astype(dtype)
+
+
 def vary_like(value: jax.Array, model: jax.Array) -> jax.Array:
     """`value`, typed as varying over every axis over which `model` varies."""
     return _vary_over(value, axes=_varying(model))

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jax_ddp_weighting import mesh
 from jax_ddp_weighting.arguments import check_integer
 from jax_ddp_weighting.sums import divided
 
@@ -138,7 +139,7 @@ def weighted_multi_steps(
         shapes, _ = jax.eval_shape(step)
 
         def wait() -> tuple[PyTree, PyTree]:
-            zeros = jax.tree.map(lambda g, s: _zeros_like(g).astype(s.dtype), updates, shapes)
+            zeros = jax.tree.map(lambda g, s: mesh.zeros_like(g, s.dtype), updates, shapes)
             return zeros, state.inner_opt_state
 
         new_updates, inner_opt_state = jax.lax.cond(steps, step, wait)
@@ -153,14 +154,8 @@ def weighted_multi_steps(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _zeros_like(value: Array) -> Array:
-    # jnp.zeros_like forgets how a value is sharded on a mesh of Explicit axes; a select does not
-    return jnp.where(False, value, 0)
-
-
 def _zeros_to_add_to(parameter: Array) -> Array:
-    dtype = jnp.promote_types(jnp.float32, jnp.result_type(parameter))
-    return _zeros_like(parameter).astype(dtype)
+    return mesh.zeros_like(parameter, jnp.promote_types(jnp.float32, jnp.result_type(parameter)))
 
 
 def _checked_weight(weight: Any) -> Array:

@@ -8,14 +8,15 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from jax_ddp_weighting.feed import Batch
+from jax_ddp_weighting.batch import Batch
+from jax_ddp_weighting.compiled import compiled_once
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.step import (
     StepOptions,
     StepReport,
+    check_call,
     check_optimizer_args,
     check_takes,
-    compiled_once,
     counts_windows,
     global_step,
     window_weight,
@@ -116,7 +117,7 @@ def make_nnx_train_step(
         rest = state["variables"]
         return (model_def, params, keys, rest, optimizer_def, optimizer_state), report
 
-    run = compiled_once(step, options)
+    run = compiled_once(step, options.mesh, axis_name)
 
     def train_step(
         model: nnx.Module,
@@ -125,7 +126,9 @@ def make_nnx_train_step(
         rng: Array | None = None,
         **optimizer_args: Any,
     ) -> StepReport:
-        _check(model, optimizer, optimizer_args)
+        _check_pair(model, optimizer)
+        check_call(batch, rng, options)
+        check_optimizer_args(optimizer.tx, optimizer_args)
         model_def, *states = nnx.split(model, optimizer.wrt, nnx.RngKey, ...)
         carried = (model_def, *states, *nnx.split(optimizer))
         (_, *states, _, optimizer_state), report = run(carried, batch, rng, optimizer_args)
@@ -182,7 +185,7 @@ def _check_nothing_drawn(caller: str, before: PyTree, after: PyTree) -> None:
         )
 
 
-def _check(model: Any, optimizer: Any, optimizer_args: dict[str, Any]) -> None:
+def _check_pair(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"train step: model must be an nnx.Module, got {type(model).__name__}. For a flax "
@@ -193,4 +196,3 @@ def _check(model: Any, optimizer: Any, optimizer_args: dict[str, Any]) -> None:
             f"train step: optimizer must be an nnx.Optimizer, got {type(optimizer).__name__}. "
             "nnx.Optimizer(model, tx, wrt=nnx.Param) makes one."
         )
-    check_optimizer_args(optimizer.tx, optimizer_args)

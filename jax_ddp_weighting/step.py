@@ -1,4 +1,4 @@
-"""What every training step is made of: one gradient over all ranks, compiled once for a run."""
+"""What every training step is made of: one gradient over all ranks, applied or skipped."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from jax_ddp_weighting import mesh as meshes
 from jax_ddp_weighting.arguments import check_integer
-from jax_ddp_weighting.feed import Batch
+from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.multi_steps import WeightedMultiStepsState
 from jax_ddp_weighting.sums import WeightedSum
@@ -136,7 +136,7 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         params: PyTree, state: PyTree, batch: Batch, rng: Array | None
     ) -> tuple[StepReport, PyTree, PyTree]:
         inputs = ((params, state, rng), batch)
-        if options.engine == "pmap":
+        if options.engine == "pmap" and jax.tree.leaves(state):
             # pmap would return one rank's state for all of them; the types of a checked shard_map
             # tell whether it is the same on every rank.
             jax.eval_shape(over_ranks("shard_map"), *inputs)
@@ -210,55 +210,6 @@ def check_optimizer_args(tx: Any, extra: Mapping[str, Any]) -> None:
         )
 
 
-def compiled_once(
-    step: Callable[..., tuple[Any, StepReport]], options: StepOptions
-) -> Callable[..., tuple[Any, StepReport]]:
-    """`step(carried, batch, rng, extra) -> (carried, report)`, compiled once for a run.
-
-    The rule: what is carried is placed on the mesh when it first comes, comes back where it lay,
-    and is donated. So every later call has the placement of the first, and compiles nothing.
-    """
-    replicated = meshes.replicated_sharding(options.mesh)
-    rows = meshes.row_sharding(options.mesh, options.axis_name)
-    runs: dict[Any, Callable[..., Any]] = {}
-
-    def placement(leaves: list[Any], structure: Any) -> Any:
-        return structure, tuple([getattr(leaf, "sharding", None) for leaf in leaves])
-
-    def run(
-        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]
-    ) -> tuple[Any, StepReport]:
-        _check_batch(batch, options)
-        _check_rng(rng, options)
-        batch = meshes.placed(batch, rows)
-        leaves, structure = jax.tree.flatten(carried)
-        key = placement(leaves, structure)
-        if key not in runs or len(set(map(id, leaves))) < len(leaves):
-            leaves = meshes.placed(_each_once(leaves), replicated)
-            key = placement(leaves, structure)
-            carried = structure.unflatten(leaves)
-            # Pinned, so that XLA cannot return it placed otherwise than it came: a second
-            # compilation, and for sharded parameters a slow one-off reshuffle.
-            runs.setdefault(
-                key,
-                jax.jit(step, donate_argnums=0, out_shardings=(structure.unflatten(key[1]), None)),
-            )
-        return runs[key](carried, batch, rng, extra)
-
-    return run
-
-
-def _each_once(leaves: list[Any]) -> list[Any]:
-    """The leaves, an array that comes twice copied, since one buffer cannot be donated twice."""
-    seen: set[int] = set()
-    once = []
-    for leaf in leaves:
-        again = isinstance(leaf, jax.Array) and id(leaf) in seen
-        once.append(jnp.copy(leaf) if again else leaf)
-        seen.add(id(leaf))
-    return once
-
-
 def check_takes(caller: str, loss_fn: Callable[..., Any], names: str, count: int) -> None:
     """Raises `TypeError` unless `loss_fn` can be called with so many arguments, named in order."""
     signature = inspect.signature(loss_fn)
@@ -270,6 +221,12 @@ def check_takes(caller: str, loss_fn: Callable[..., Any], names: str, count: int
             f"{caller}: loss_fn must take ({names}) when the step is given {given}, got "
             f"{signature}. Give the step an rng if the loss function takes one, and only then."
         ) from None
+
+
+def check_call(batch: Any, rng: Any, options: StepOptions) -> None:
+    """Raises `TypeError` or `ValueError` for what no step can be made of, before tracing."""
+    _check_batch(batch, options)
+    _check_rng(rng, options)
 
 
 def _check_batch(batch: Any, options: StepOptions) -> None:

@@ -9,15 +9,16 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from jax_ddp_weighting.feed import Batch
+from jax_ddp_weighting.batch import Batch
+from jax_ddp_weighting.compiled import compiled_once
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.multi_steps import weighted_multi_steps as weighted_multi_steps
 from jax_ddp_weighting.nnx_train import make_nnx_train_step as make_nnx_train_step
 from jax_ddp_weighting.step import (
     StepOptions,
+    check_call,
     check_optimizer_args,
     check_takes,
-    compiled_once,
     counts_windows,
     global_step,
     window_weight,
@@ -74,7 +75,8 @@ def make_train_step(
         A function that compiles once for a run, short last steps included. It places the state and
         the batch on the mesh if they are elsewhere, and donates the state that it was given: use
         the one that it returns. Further keyword arguments go to the optimizer's `update`; an
-        optimizer made by `weighted_multi_steps` is given the step's weight by itself.
+        optimizer made by `weighted_multi_steps` is given the step's weight by itself, and a step
+        without weight still has its place in the window.
 
     Raises:
         ValueError: the mesh lacks the axis, an option is unknown, the batch's rows do not divide by
@@ -126,12 +128,14 @@ def make_train_step(
             return applied(), report
         return jax.lax.cond(report.skipped, lambda: state, applied), report
 
-    run = compiled_once(step, options)
+    run = compiled_once(step, options.mesh, axis_name)
 
     def train_step(
         state: Any, batch: Batch, rng: Array | None = None, **optimizer_args: Any
     ) -> tuple[Any, StepReport]:
-        _check_state(state, names, optimizer_args)
+        _check_state(state, names)
+        check_call(batch, rng, options)
+        check_optimizer_args(state.tx, optimizer_args)
         return run(state, batch, rng, optimizer_args)
 
     return train_step
@@ -176,7 +180,7 @@ def _applied(
     return state.replace(tx=tx)
 
 
-def _check_state(state: Any, names: tuple[str, ...], optimizer_args: dict[str, Any]) -> None:
+def _check_state(state: Any, names: tuple[str, ...]) -> None:
     if not (hasattr(state, "params") and hasattr(state, "apply_gradients")):
         raise TypeError(
             f"train step: state must be a flax TrainState, got {type(state).__name__}. "
@@ -189,4 +193,3 @@ def _check_state(state: Any, names: tuple[str, ...], optimizer_args: dict[str, A
                 f"train step: state must have a field for each name in mutable, got none for "
                 f"{name!r}. Add it to a subclass, class State(TrainState): {name}: Any."
             )
-    check_optimizer_args(state.tx, optimizer_args)

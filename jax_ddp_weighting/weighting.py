@@ -249,7 +249,7 @@ def value_and_grad(
                 return (gradients, state), (totals, aux)
 
             (gradients, state), (totals, aux) = lax.scan(
-                accumulated, (_zeros_like(params), state), steps
+                accumulated, (jax.tree.map(_zeros_like, params), state), steps
             )
             totals = jax.tree.map(jnp.sum, totals)
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
@@ -302,12 +302,8 @@ def _microbatch(batch: PyTree, k: Any, microbatches: int) -> PyTree:
     return jax.tree_util.tree_map_with_path(rows, batch)
 
 
-def _zeros_like(params: PyTree) -> PyTree:
-    def zeros(leaf: Array) -> Array:
-        dtype = jnp.promote_types(jnp.float32, leaf.dtype)
-        return mesh.vary_like(jnp.zeros_like(leaf, dtype), leaf)  # sharded as the leaf is
-
-    return jax.tree.map(zeros, params)
+def _zeros_like(leaf: Array) -> Array:
+    return mesh.zeros_like(leaf, jnp.promote_types(jnp.float32, leaf.dtype))
 
 
 def _parameter(path: Any, leaf: Any) -> Array:

@@ -15,7 +15,7 @@ NUMPY_HALF = [
 ]
 JAX_HALF = [
     *["coordination", "mesh", "sums", "terms", "weighting", "batch", "layout", "forms", "feed"],
-    *["multi_steps", "step", "nnx_train", "train"],
+    *["multi_steps", "compiled", "step", "nnx_train", "train"],
     *["exchange", "predictions", "rows", "gathering", "parts", "evaluation", "agreement", "norm"],
     *["parity", "conventions", "effective", "naming", "diagnosis"],
 ]
