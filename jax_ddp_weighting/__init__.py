@@ -8,12 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jax_ddp_weighting.additive import check_additive as check_additive
     from jax_ddp_weighting.audit import CoverageError as CoverageError
     from jax_ddp_weighting.audit import EpochAudit as EpochAudit
     from jax_ddp_weighting.audit import Ledger as Ledger
     from jax_ddp_weighting.audit import audit_ids as audit_ids
     from jax_ddp_weighting.diagnosis import diagnose as diagnose
     from jax_ddp_weighting.diagnosis import diagnose_step as diagnose_step
+    from jax_ddp_weighting.differences import ParityError as ParityError
     from jax_ddp_weighting.effective import effective_weights as effective_weights
     from jax_ddp_weighting.effective import per_example_gradients as per_example_gradients
     from jax_ddp_weighting.evaluation import evaluate as evaluate
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.nnx_train import make_nnx_train_step as make_nnx_train_step
     from jax_ddp_weighting.order import keyed_order as keyed_order
     from jax_ddp_weighting.order import torch_order as torch_order
-    from jax_ddp_weighting.parity import ParityError as ParityError
     from jax_ddp_weighting.parity import check_gradients as check_gradients
     from jax_ddp_weighting.plan import EpochPlan as EpochPlan
     from jax_ddp_weighting.plan import Slots as Slots
@@ -57,7 +58,9 @@ _PUBLIC = {
     "train": ("make_train_step",),
     "gathering": ("gather_by_id",),
     "evaluation": ("evaluate",),
-    "parity": ("check_gradients", "ParityError"),
+    "differences": ("ParityError",),
+    "additive": ("check_additive",),
+    "parity": ("check_gradients",),
     "effective": ("effective_weights", "per_example_gradients"),
     "naming": ("Diagnosis", "diagnose_weights"),
     "diagnosis": ("diagnose", "diagnose_step"),

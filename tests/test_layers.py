@@ -26,6 +26,8 @@ JAX_HALF = [
     "rows",
     "gathering",
     "evaluation",
+    "differences",
+    "additive",
     "parity",
     "conventions",
     "effective",
