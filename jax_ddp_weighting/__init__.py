@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jax_ddp_weighting.additive import check_additive as check_additive
     from jax_ddp_weighting.agreement import DisagreementError as DisagreementError
     from jax_ddp_weighting.agreement import EpochRecord as EpochRecord
     from jax_ddp_weighting.agreement import check_agreement as check_agreement
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.audit import audit_ids as audit_ids
     from jax_ddp_weighting.diagnosis import diagnose as diagnose
     from jax_ddp_weighting.diagnosis import diagnose_step as diagnose_step
+    from jax_ddp_weighting.differences import ParityError as ParityError
     from jax_ddp_weighting.effective import effective_weights as effective_weights
     from jax_ddp_weighting.effective import per_example_gradients as per_example_gradients
     from jax_ddp_weighting.evaluation import evaluate as evaluate
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.norm import NnxBatchNorm as NnxBatchNorm
     from jax_ddp_weighting.order import keyed_order as keyed_order
     from jax_ddp_weighting.order import torch_order as torch_order
-    from jax_ddp_weighting.parity import ParityError as ParityError
     from jax_ddp_weighting.parity import check_gradients as check_gradients
     from jax_ddp_weighting.parts import due_step as due_step
     from jax_ddp_weighting.parts import held_ids as held_ids
@@ -71,7 +72,9 @@ _PUBLIC = {
     "evaluation": ("evaluate",),
     "agreement": ("EpochRecord", "check_agreement", "DisagreementError"),
     "norm": ("BatchNorm", "NnxBatchNorm"),
-    "parity": ("check_gradients", "ParityError"),
+    "differences": ("ParityError",),
+    "additive": ("check_additive",),
+    "parity": ("check_gradients",),
     "effective": ("effective_weights", "per_example_gradients"),
     "naming": ("Diagnosis", "diagnose_weights"),
     "diagnosis": ("diagnose", "diagnose_step"),

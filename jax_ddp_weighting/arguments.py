@@ -83,6 +83,18 @@ def check_num_replicas(argument: str, num_replicas: object) -> int:
     )
 
 
+def check_microbatches(argument: str, microbatches: object) -> int:
+    """`microbatches` as a Python int, if a rank can accumulate so many."""
+    return check_integer(
+        argument,
+        microbatches,
+        1,
+        2**31,
+        "be an integer in [1, 2**31]",
+        "1 takes the batch whole.",
+    )
+
+
 def check_rank(argument: str, rank: object, num_replicas: int) -> int:
     """`rank` as a Python int, if it is one of so many."""
     return check_integer(

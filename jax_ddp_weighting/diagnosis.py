@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from jax_ddp_weighting.arguments import check_integer, check_num_replicas
+from jax_ddp_weighting.arguments import check_microbatches, check_num_replicas
 from jax_ddp_weighting.conventions import CONVENTIONS as CONVENTIONS
 from jax_ddp_weighting.conventions import deviation, probes
 from jax_ddp_weighting.effective import effective_weights as effective_weights
@@ -65,21 +65,14 @@ def diagnose(gradient_of: GradientOf, *, num_replicas: int, microbatches: int = 
         >>> print(diagnose(gradient_of, num_replicas=2, microbatches=2))
         rank_token_mean, factor 1: the step takes the mean of the ranks' own means.
         Each token counts this many times its right share, where every microbatch holds some weight:
-                            microbatch 0            microbatch 1
-        rank 0          0.889 (weight 3)        0.889 (weight 6)
-        rank 1          1.143 (weight 2)        1.143 (weight 5)
+                      microbatch 0      microbatch 1
+        rank 0    0.889 (weight 3)  0.889 (weight 6)
+        rank 1    1.143 (weight 2)  1.143 (weight 5)
         Fix: Divide by the weight summed over all ranks (psum), not by the rank's own: ...
         Note: the gradient is not finite where a whole rank or microbatch is empty.
     """
     num_replicas = check_num_replicas("diagnose: num_replicas", num_replicas)
-    microbatches = check_integer(
-        "diagnose: microbatches",
-        microbatches,
-        1,
-        2**31,
-        "be an integer in [1, 2**31]",
-        "1 stands for code that knows of none.",
-    )
+    microbatches = check_microbatches("diagnose: microbatches", microbatches)
     laid_out = probes(num_replicas, microbatches)
     shape = next(iter(laid_out.values())).shape
     tokens = np.arange(np.prod(shape)).reshape(shape)

@@ -64,6 +64,13 @@ class Diagnosis:
         shown: what is particular about the weights in the table.
         weights: `[ranks, microbatches, tokens]`, those weights.
         counted: the same layout: what each token counted under them.
+
+    Example:
+        >>> found = diagnose_weights(np.full((1, 2, 3), 1 / 3), np.array([[[1, 1, 1], [1, 1, 0]]]))
+        >>> found.convention, found.factor, found.right
+        ('padding_counted', 2.0, False)
+        >>> found.advice
+        'Multiply the losses by the weights and divide by the sum of the weights, not by ...'
     """
 
     convention: str
@@ -266,12 +273,15 @@ def _table(weights: np.ndarray, counted: np.ndarray) -> list[str]:
     ranks, microbatches, _ = weights.shape
     rows, columns = min(ranks, 8), min(microbatches, 6)
     right = RIGHT.counted(weights)
-    head = " " * 8 + "".join(f"{f'microbatch {k}':>24}" for k in range(columns))
-    lines = [head + (f"   and {microbatches - columns} more" if microbatches > columns else "")]
+    lines = [["", *(f"microbatch {k}" for k in range(columns))]]
     for r in range(rows):
-        cells = (_cell(weights[r, k], counted[r, k], right[r, k]) for k in range(columns))
-        lines.append(f"rank {r:<3}" + "".join(f"{cell:>24}" for cell in cells))
-    return lines + ([f"and {ranks - rows} more ranks"] if ranks > rows else [])
+        cells = [_cell(weights[r, k], counted[r, k], right[r, k]) for k in range(columns)]
+        lines.append([f"rank {r}", *cells])
+    if microbatches > columns:
+        lines[0].append(f"and {microbatches - columns} more")
+    width = max(len(cell) for line in lines for cell in line[1:]) + 2
+    shown = [f"{line[0]:8}" + "".join(f"{cell:>{width}}" for cell in line[1:]) for line in lines]
+    return shown + ([f"and {ranks - rows} more ranks"] if ranks > rows else [])
 
 
 def _cell(weights: np.ndarray, counted: np.ndarray, right: np.ndarray) -> str:

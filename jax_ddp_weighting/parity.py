@@ -5,7 +5,8 @@ gradients do not, and an optimizer such as Adam hides a gradient that is wrong b
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,92 +15,16 @@ from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
 from jax_ddp_weighting import mesh as meshes
+from jax_ddp_weighting.additive import check_additive as check_additive
+from jax_ddp_weighting.arguments import check_microbatches
+from jax_ddp_weighting.differences import LeafDifference as LeafDifference
+from jax_ddp_weighting.differences import ParityError as ParityError
+from jax_ddp_weighting.differences import ParityReport as ParityReport
+from jax_ddp_weighting.differences import as_float64, described, differences
 from jax_ddp_weighting.feed import Batch
 from jax_ddp_weighting.weighting import LossFn, value_and_grad
 
 ALL = meshes.ENGINES
-
-# Largest difference allowed, relative to the largest entry of the same leaf. Sums over other
-# splits round in another order: some tens of units in the last place. The mistakes this is to find
-# (a rank's vote in place of a row's, a factor of W) are thousands of times larger.
-_RTOL = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-
-
-class ParityError(AssertionError):
-    """A gradient over several ranks differs from that of one device that holds the whole batch.
-
-    Attributes:
-        report: the `ParityReport` of every comparison made.
-    """
-
-    def __init__(self, message: str, report: "ParityReport") -> None:
-        super().__init__(message)
-        self.report = report
-
-
-@dataclass(frozen=True)
-class LeafDifference:
-    """How far one leaf's gradient is from the one-device gradient.
-
-    Attributes:
-        split: accepted rows per rank, such as `(3, 1)`.
-        engine: the regime, one of `ALL`.
-        leaf: the leaf's path, such as `params['dense']['kernel']`; `loss` for the loss itself.
-        shape: the leaf's shape.
-        difference: the largest absolute difference over the largest absolute reference.
-        ratio: gradient over reference where it is one number throughout the leaf, else None.
-        rtol: what was allowed.
-    """
-
-    split: tuple[int, ...]
-    engine: str
-    leaf: str
-    shape: tuple[int, ...]
-    difference: float
-    ratio: float | None
-    rtol: float
-
-    @property
-    def equal(self) -> bool:
-        """Whether the difference is within the tolerance."""
-        return self.difference <= self.rtol
-
-
-@dataclass(frozen=True)
-class ParityReport:
-    """Every comparison that was made, in order.
-
-    Attributes:
-        differences: one entry per split, engine and leaf.
-    """
-
-    differences: tuple[LeafDifference, ...]
-
-    @property
-    def worst(self) -> LeafDifference:
-        """The largest difference, relative to its tolerance."""
-        return max(self.differences, key=lambda each: _order(each.difference / each.rtol))
-
-    def check(self) -> None:
-        """Raises `ParityError` if any leaf differs."""
-        wrong = [each for each in self.differences if not each.equal]
-        if not wrong:
-            return
-        worst, ranks = self.worst, len(self.worst.split)
-        ratio = "no constant ratio" if worst.ratio is None else f"ratio {worst.ratio:.3f}"
-        lines = [
-            f"{len(wrong)} of {len(self.differences)} gradient leaves differ at rtol="
-            f"{worst.rtol:g}; worst {worst.leaf} {worst.shape}: {ratio} on {ranks} ranks. "
-            f"{_meaning(worst.ratio, ranks)}"
-        ]
-        for each in sorted(wrong, key=lambda each: -_order(each.difference))[:10]:
-            lines.append(
-                f"  {each.engine:20} split {each.split}  {each.leaf}: {each.difference:.3e}"
-            )
-        if len(wrong) > 10:
-            lines.append(f"  and {len(wrong) - 10} more")
-        raise ParityError("\n".join(lines), self)
-
 
 MakeGradient = Callable[..., Callable[..., tuple[Any, PyTree]]]
 
@@ -114,6 +39,7 @@ def check_gradients(
     microbatches: int = 1,
     coefficients: Mapping[str, Any] | None = None,
     rtol: float | None = None,
+    float64: bool = False,
     gradient: MakeGradient = value_and_grad,
 ) -> ParityReport:
     """Compares the loss and every gradient with one device that holds the whole batch.
@@ -126,20 +52,25 @@ def check_gradients(
         params: the parameters, a pytree of floating point arrays.
         batch: the whole batch; rows may have any weight, 0 included.
         splits: one or more ways of dealing the rows, such as `[(3, 1), (4, 0), (2, 1, 1)]`: rows
-            per rank, in order. `shard_map` and `pmap` need a device per rank.
-        engines: the regimes to compare in.
+            per rank, in order. `jit`, `shard_map` and `pmap` need a device per rank.
+        engines: the regimes to compare in, of `parity.ALL`.
         microbatches: how many microbatches each rank splits its rows into.
         coefficients: one factor per term, for loss functions that return a dict.
         rtol: the difference allowed, relative to the largest entry of the leaf; by default 1e-12
-            for float64 leaves, 1e-5 for float32, 1e-2 for float16 and 5e-2 for bfloat16.
+            for float64 leaves, 1e-5 for float32, 1e-2 for float16 and 5e-2 for bfloat16. Leaves
+            that cancel to rounding, units in the last place of the largest gradient, are equal.
+        float64: compute in float64, whatever JAX is set to and the data are; the setting is put
+            back.
         gradient: what is on trial, called as `value_and_grad` is; the reference is always ours.
 
     Returns:
-        A `ParityReport` of every comparison made.
+        A `ParityReport` of every comparison made; printed, a table of the leaves.
 
     Raises:
-        ParityError: a leaf differs; names the worst leaves, and what a constant ratio means.
-        ValueError: a split does not deal all rows out, or needs more devices than there are.
+        ParityError: a leaf differs. An `AssertionError`, whose text names the worst leaves and says
+            what a constant ratio means; `report` holds all of them.
+        ValueError: a split does not deal all rows out, or needs more devices than there are; an
+            engine is unknown; the reference is not finite; a gradient has another structure.
 
     Example:
         >>> def loss_fn(w, batch):
@@ -156,24 +87,32 @@ def check_gradients(
             f"check_gradients: batch must be a Batch, got {type(batch).__name__}. "
             "Batch.of(data, weights) makes one."
         )
-    deals = _as_splits(splits)
-    for split in deals:
-        _check_split(split, batch.weights.shape[0])
-    batch = jax.tree.map(np.asarray, batch)
-    params = jax.tree.map(np.asarray, params)
-    reference = jax.jit(value_and_grad(loss_fn, coefficients=coefficients))(params, batch)
-    found = []
-    for split in deals:
-        rows = _dealt(batch, split, microbatches)
-        for engine in engines:
-            loss, gradients = _run(
-                gradient, loss_fn, params, rows, len(split), engine, microbatches, coefficients
-            )
-            pairs = {"loss": loss.value, "params": gradients}
-            right = {"loss": reference[0].value, "params": reference[1]}
-            found += _differences(pairs, right, split, engine, rtol)
+    deals = _as_splits(splits, int(np.shape(batch.weights)[0]))
+    _check_engines(engines)
+    microbatches = check_microbatches("check_gradients: microbatches", microbatches)
+    cast = as_float64 if float64 else lambda tree: jax.tree.map(np.asarray, tree)
+    batch, params = cast(batch), cast(params)
+    with jax.enable_x64(True) if float64 else nullcontext():
+        right = jax.jit(value_and_grad(loss_fn, coefficients=coefficients))(params, batch)
+        found = []
+        for split in deals:
+            rows = _dealt(batch, split, microbatches)
+            for engine in engines:
+                loss, gradients = _run(
+                    gradient, loss_fn, params, rows, len(split), engine, microbatches, coefficients
+                )
+                found += differences(
+                    {"loss": loss.value, "params": gradients},
+                    {"loss": right[0].value, "params": right[1]},
+                    split=split,
+                    engine=engine,
+                    rtol=rtol,
+                    caller="check_gradients",
+                    scaled_by="params",
+                )
     report = ParityReport(tuple(found))
-    report.check()
+    if report.wrong:
+        raise ParityError(_message(report, microbatches), report)
     return report
 
 
@@ -202,17 +141,31 @@ def _run(
     return jax.jit(meshes.over_ranks(fn, mesh, engine=engine))(params, rows)
 
 
-def _as_splits(splits: Sequence[Any]) -> list[tuple[int, ...]]:
-    if splits and isinstance(splits[0], int):
+def _as_splits(splits: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
+    if len(splits) and isinstance(splits[0], int | np.integer):
         splits = [splits]
-    return [tuple(split) for split in splits]
-
-
-def _check_split(split: tuple[int, ...], rows: int) -> None:
-    if not split or min(split) < 0 or sum(split) != rows:
+    if not len(splits):
         raise ValueError(
-            f"check_gradients: splits must deal out all {rows} rows, got {split}, which deals out "
-            f"{sum(split)}. Give rows per rank, such as {(rows - 1, 1)}."
+            "check_gradients: splits must name at least one split, got none. Give rows per rank, "
+            f"such as [{(rows - 1, 1)}]."
+        )
+    deals = [tuple(split) for split in splits]
+    for split in deals:
+        if not split or min(split) < 0 or sum(split) != rows:
+            raise ValueError(
+                f"check_gradients: splits must deal out all {rows} rows, got {split}, which deals "
+                f"out {sum(split)}. Give rows per rank, such as {(rows - 1, 1)}."
+            )
+    return deals
+
+
+def _check_engines(engines: Sequence[str]) -> None:
+    wanted = [engines] if isinstance(engines, str) else list(engines)
+    unknown = [each for each in wanted if each not in ALL]
+    if isinstance(engines, str) or unknown or not wanted:
+        raise ValueError(
+            f"check_gradients: engines must be a list of some of {', '.join(ALL)}, got "
+            f"{engines!r}. Leave it out for all of them."
         )
 
 
@@ -227,48 +180,45 @@ def _dealt(batch: Batch, split: tuple[int, ...], microbatches: int) -> Batch:
     return replace(dealt, weights=np.where(real, dealt.weights, np.zeros_like(dealt.weights)))
 
 
-def _differences(
-    got: PyTree, right: PyTree, split: tuple[int, ...], engine: str, rtol: float | None
-) -> list[LeafDifference]:
-    found = []
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(got),
-        jax.tree_util.tree_leaves_with_path(right),
-        strict=True,
+def _message(report: ParityReport, microbatches: int) -> str:
+    wrong, worst = report.wrong, report.worst
+    ranks = len(worst.split)
+    ratio = "no constant ratio" if worst.ratio is None else f"ratio {worst.ratio:.3f}"
+    where = f"{ranks} ranks" + (f" of {microbatches} microbatches" if microbatches > 1 else "")
+    return (
+        f"{len(wrong)} of {len(report.differences)} gradient leaves differ at rtol="
+        f"{worst.rtol:g}; worst {worst.leaf} {worst.shape}: {ratio} on {where}. "
+        f"{_meaning(worst, ranks, microbatches)}\n{described(wrong)}"
     )
-    for (path, value), (_, reference) in pairs:
-        name = str(path[0].key) + jax.tree_util.keystr(path[1:])
-        allowed = _RTOL[str(reference.dtype)] if rtol is None else rtol
-        a, b = (np.asarray(x, np.float64) for x in (value, reference))
-        scale = np.max(np.abs(b), initial=0.0)
-        gap = np.max(np.abs(a - b), initial=0.0)
-        difference = float(gap / scale) if scale else float(gap)
-        ratio = _constant_ratio(a, b, allowed)
-        found.append(LeafDifference(split, engine, name, a.shape, difference, ratio, allowed))
-    return found
 
 
-def _constant_ratio(a: np.ndarray, b: np.ndarray, rtol: float) -> float | None:
-    scale = np.vdot(b, b)
-    if not np.isfinite(a).all() or not scale:
-        return None
-    ratio = np.vdot(a, b) / scale
-    same = np.max(np.abs(a - ratio * b)) <= rtol * np.max(np.abs(a), initial=0.0)
-    return float(ratio) if same else None
-
-
-def _meaning(ratio: float | None, ranks: int) -> str:
-    if ratio is None:
+def _meaning(worst: LeafDifference, ranks: int, microbatches: int) -> str:
+    if worst.rtol < 1e-7 and worst.difference < 1e-5:
+        return (
+            "A difference this small is float32's rounding: something in loss_fn computes in "
+            "float32. Allow rtol=1e-5, or let it keep the dtype of its input."
+        )
+    if worst.ratio is None:
         return (
             "Rows count by other weights than their own: look for a mean taken on one rank or "
-            "microbatch before the sums met."
+            "microbatch before the sums met, or ask diagnose for its name."
         )
-    if ranks > 1 and np.isclose(ratio, ranks, rtol=1e-3):
-        return "A ratio equal to the number of ranks means the gradient was summed twice."
-    if ranks > 1 and np.isclose(ratio, 1 / ranks, rtol=1e-3):
-        return "A ratio of one over the number of ranks means it was averaged after being divided."
+    for factor, meaning in (
+        (ranks, "equal to the number of ranks means the gradient was summed twice"),
+        (1 / ranks, "of one over the number of ranks means it was averaged after being divided"),
+        (
+            microbatches,
+            "equal to the number of microbatches means that they were added where the loss had "
+            "been scaled for a mean",
+        ),
+        (
+            1 / microbatches,
+            "of one over the number of microbatches means that they were averaged after being "
+            "divided",
+        ),
+        (ranks * microbatches, "equal to ranks times microbatches means that nothing was averaged"),
+        (1 / (ranks * microbatches), "of one over ranks times microbatches means two averages"),
+    ):
+        if factor != 1 and np.isclose(worst.ratio, factor, rtol=1e-3):
+            return f"A ratio {meaning}."
     return "A constant ratio means that the denominator is wrong and the rows' weights are right."
-
-
-def _order(difference: float) -> float:
-    return np.inf if np.isnan(difference) else difference

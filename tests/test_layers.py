@@ -17,7 +17,7 @@ JAX_HALF = [
     *["coordination", "mesh", "sums", "terms", "weighting", "batch", "layout", "forms", "feed"],
     *["multi_steps", "compiled", "step", "nnx_train", "train"],
     *["exchange", "predictions", "rows", "gathering", "parts", "evaluation", "agreement", "norm"],
-    *["parity", "conventions", "effective", "naming", "diagnosis"],
+    *["differences", "additive", "parity", "conventions", "effective", "naming", "diagnosis"],
 ]
 FACE = [
     *["idfiles", "walk", "summary", "console", "cli"],
@@ -110,7 +110,7 @@ MODULES = {
     "evaluation": "gather_by_id evaluate",
     "agreement": "EpochRecord check_agreement manifest_hash DisagreementError",
     "norm": "BatchNorm NnxBatchNorm",
-    "parity": "check_gradients ParityError",
+    "parity": "check_gradients check_additive ParityError",
     "diagnosis": "effective_weights diagnose Diagnosis",
 }
 

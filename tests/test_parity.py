@@ -194,3 +194,189 @@ def test_splits_that_cannot_be_are_refused(splits, message):
 def test_data_without_weights_are_refused():
     with pytest.raises(TypeError, match="batch must be a Batch, got tuple"):
         check_gradients(loss_fn, network_params(), (X, Y), [(3, 1)])
+
+
+# --- what a difference means ----------------------------------------------------------------------
+
+
+def scaled(factor):
+    """Our gradient, times what a factor of (ranks, microbatches) makes of it."""
+
+    def make(loss_fn, *, axis_name, microbatches, coefficients):
+        ours = value_and_grad(loss_fn, axis_name=axis_name, microbatches=microbatches)
+
+        def fn(params, batch):
+            loss, grads = ours(params, batch)
+            ranks = 2 if axis_name is None else lax.axis_size(axis_name)
+            return loss, jax.tree.map(lambda g: g * factor(ranks, microbatches), grads)
+
+        return fn
+
+    return make
+
+
+RATIOS = {
+    "equal to the number of ranks means": lambda W, K: W,
+    "of one over the number of ranks means": lambda W, K: 1 / W,
+    "equal to the number of microbatches means": lambda W, K: K,
+    "of one over the number of microbatches means": lambda W, K: 1 / K,
+    "equal to ranks times microbatches means": lambda W, K: W * K,
+    "of one over ranks times microbatches means": lambda W, K: 1 / (W * K),
+}
+
+
+@pytest.mark.parametrize("meaning", RATIOS)
+def test_each_constant_ratio_has_its_meaning(meaning):
+    with pytest.raises(ParityError, match=f"on 2 ranks of 3 microbatches. A ratio {meaning}"):
+        check_gradients(
+            loss_fn,
+            network_params(),
+            batch_of(np.arange(4)),
+            [(3, 1)],
+            engines=["vmap"],
+            microbatches=3,
+            gradient=scaled(RATIOS[meaning]),
+        )
+
+
+def test_a_ratio_that_is_not_constant_names_the_leaf_and_says_so():
+    def one_leaf(loss_fn, **options):
+        ours = value_and_grad(loss_fn, **options)
+
+        def fn(params, batch):
+            loss, grads = ours(params, batch)
+            grads["params"]["Dense_0"]["kernel"] *= jnp.linspace(1.0, 2.0, 15).reshape(5, 3)
+            return loss, grads
+
+        return fn
+
+    message = (
+        r"1 of 5 gradient leaves differ .* worst params\['params'\]\['Dense_0'\]\['kernel'\] "
+        r"\(5, 3\): no constant ratio on 2 ranks. Rows count by other weights"
+    )
+    with pytest.raises(ParityError, match=message):
+        check_gradients(
+            loss_fn,
+            network_params(),
+            batch_of(np.arange(4)),
+            [(3, 1)],
+            engines=["vmap"],
+            gradient=one_leaf,
+        )
+
+
+def test_float64_by_request_leaves_jax_as_it_was():
+    assert not jax.config.jax_enable_x64
+    report = check_gradients(
+        loss_fn, network_params(), batch_of(np.arange(4)), [(3, 1)], engines=["vmap"], float64=True
+    )
+    assert {each.rtol for each in report.differences} == {1e-12}
+    assert not jax.config.jax_enable_x64
+
+
+def test_a_loss_that_falls_back_to_float32_is_told_apart_from_a_wrong_one():
+    def single(params, batch):
+        x, y = batch.data
+        out = NETWORK.apply(jax.tree.map(jnp.float32, params), jnp.float32(x))
+        return weighted_sum(jnp.sum((out - y) ** 2, axis=-1), batch.weights)
+
+    with pytest.raises(ParityError, match="A difference this small is float32's rounding"):
+        check_gradients(
+            single, network_params(), batch_of(np.arange(7)), [(4, 3)], engines=["vmap"],
+            float64=True,
+        )  # fmt: skip
+    check_gradients(
+        single, network_params(), batch_of(np.arange(7)), [(4, 3)], engines=["vmap"],
+        float64=True, rtol=1e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("float64", [False, True])
+def test_a_gradient_that_cancels_to_rounding_is_equal(float64):
+    def normalised(params, batch):
+        """A bias before a normalisation: its gradient is rounding and nothing else."""
+        x, y = batch.data
+        out = x @ params["w"] + params["bias"]
+        out = (out - out.mean(axis=-1, keepdims=True)) / out.std(axis=-1, keepdims=True)
+        return weighted_sum(jnp.sum((out - y) ** 2, axis=-1), batch.weights)
+
+    params = {"w": np.float32(X[:4, :3]), "bias": np.float32(0.7)}
+    report = check_gradients(
+        normalised,
+        params,
+        batch_of(np.arange(40)),
+        [(23, 17)],
+        engines=["vmap"],
+        microbatches=2,
+        float64=float64,
+    )
+    assert {each.leaf for each in report.differences} == {"loss", "params['bias']", "params['w']"}
+
+
+def test_a_report_prints_a_table_of_its_leaves():
+    report = check_gradients(
+        loss_fn, network_params(), batch_of(np.arange(4)), [(3, 1), (4, 0)], engines=["vmap"]
+    )
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["leaf", "difference", "allowed", "ratio", "where"]
+    assert [line.split()[0] for line in lines[1:]] == [each.leaf for each in report.by_leaf()]
+    assert len(lines) == 6
+    assert [(each.split, each.engine) for each in report.by_run()] == [
+        ((3, 1), "vmap"),
+        ((4, 0), "vmap"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engines": ["jit", "xmap"]}, r"engines must be a list of some of jit, .*'xmap'"),
+        ({"engines": []}, r"engines must be a list of some of .* got \[\]"),
+        ({"engines": "jit"}, "engines must be a list of some of .* got 'jit'"),
+        ({"splits": []}, "splits must name at least one split, got none"),
+        ({"microbatches": 0}, r"microbatches must be an integer in \[1, 2\*\*31\], got 0"),
+    ],
+)
+def test_a_check_that_would_compare_nothing_is_refused(options, message):
+    arguments = {"splits": [(3, 1)]} | options
+    with pytest.raises(ValueError, match=message):
+        check_gradients(loss_fn, network_params(), batch_of(np.arange(4)), **arguments)
+
+
+def test_a_reference_that_is_not_finite_is_refused():
+    def poisoned(params, batch):
+        return weighted_sum(jnp.log(-jnp.abs(batch.data[0][:, 0])), batch.weights)
+
+    with pytest.raises(ValueError, match=r"must be finite on one device .* at loss"):
+        check_gradients(poisoned, network_params(), batch_of(np.arange(4)), [(3, 1)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda grads: grads["params"], "trees of one structure however the rows are split"),
+        (
+            lambda grads: jax.tree.map(lambda g: g[None], grads),
+            r"leaves of one shape .* got \(1, 3\) for \(3,\) at params",
+        ),
+    ],
+)
+def test_a_gradient_of_another_structure_or_shape_is_refused(change, message):
+    def changed(loss_fn, **options):
+        ours = value_and_grad(loss_fn, **options)
+
+        def fn(params, batch):
+            loss, grads = ours(params, batch)
+            return loss, change(grads)
+
+        return fn
+
+    with pytest.raises(ValueError, match=message):
+        check_gradients(
+            loss_fn,
+            network_params(),
+            batch_of(np.arange(4)),
+            [(3, 1)],
+            engines=["vmap"],
+            gradient=changed,
+        )
