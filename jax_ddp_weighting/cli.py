@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
         0 where all is right, 1 where something was found wrong, 2 where the input is bad.
     """
     try:
-        status = app(list(arguments), prog_name=_NAME, standalone_mode=False)
+        status = app(list(arguments), prog_name=_NAME, standalone_mode=False, obj=list(arguments))
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else _NAME
@@ -333,6 +333,7 @@ def diagnose(
 
 @app.command()
 def report(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="PAGE.html", help="The page to write.")],
     num_examples: NumExamples,
     num_replicas: NumReplicas,
@@ -391,7 +392,7 @@ def report(
         )
     with waiting("drawing"):
         pictures = {name: figures.as_png(each) for name, each in figures.drawn(findings).items()}
-    command = shlex.join([_NAME, *sys.argv[1:]])
+    command = shlex.join([_NAME, *context.obj])
     path.write_text(page(findings, pictures, command), encoding="utf-8")
     written = [path]
     if png is not None:

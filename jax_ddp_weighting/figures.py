@@ -3,6 +3,7 @@
 from io import BytesIO
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -10,20 +11,22 @@ from matplotlib.patches import Patch
 from jax_ddp_weighting.report import OURS, Findings
 
 _RIGHT, _WRONG, _OURS, _EMPTY = "#2b6cb0", "#dd6b20", "#2f855a", "#edf2f7"
-_SIZE = {"font.size": 12}
+_OTHERS = ("#805ad5", "#4a5568", "#d69e2e", "#b83280")
 _FIRST, _LAST = 4, 16  # steps of a long epoch that are drawn
 _RANKS = 16  # ranks that are drawn, half of them the first and half the last
+_LEAST = 1e-9  # where an error of 0 is drawn, which has no place on a scale of powers
 _POINTS = 600  # slots up to which each has its number
 
 
 def drawn(findings: Findings) -> dict[str, Figure]:
     """All pictures, by name."""
-    return {
-        "who-read-what": who_read_what(findings),
-        "times-seen": times_seen(findings),
-        "effective-weights": effective_weights(findings),
-        "gradient-error": gradient_error(findings),
-    }
+    with rc_context({"font.size": 12.5}):  # a telephone shows them at three quarters
+        return {
+            "who-read-what": who_read_what(findings),
+            "times-seen": times_seen(findings),
+            "effective-weights": effective_weights(findings),
+            "gradient-error": gradient_error(findings),
+        }
 
 
 def as_png(figure: Figure) -> bytes:
@@ -53,7 +56,7 @@ def who_read_what(findings: Findings) -> Figure:
     plan = findings.plan
     steps = _some(plan.steps_per_epoch, _FIRST, _LAST)
     ranks = _some(plan.num_replicas, _RANKS // 2, _RANKS // 2)
-    figure, axes = _figure(1.6 + 0.34 * len(ranks))
+    figure, axes = _figure(1.5 + 0.42 * len(ranks))
     blue, orange, empty = (np.array(_rgb(color)) for color in (_RIGHT, _WRONG, _EMPTY))
     image = np.ones((len(ranks), len(steps), 3))
     for y, rank in enumerate(ranks):
@@ -67,7 +70,7 @@ def who_read_what(findings: Findings) -> Figure:
             image[y, x] = orange if copies else share * blue + (1 - share) * empty
             text = f"{accepted}" + (f"\n{copies} twice" if copies else "")
             color = "white" if share > 0.5 or copies else "#1a202c"
-            size = 10 if len(text) < 5 and plan.batch_size < 1000 else 6.5
+            size = 11 if len(steps) <= 8 else 9 if max(map(len, text.split("\n"))) <= 3 else 5.5
             axes.text(x, y, text, ha="center", va="center", color=color, fontsize=size)
     axes.imshow(image, aspect="auto")
     axes.set_xticks(np.arange(len(steps)), ["" if s is None else str(s) for s in steps])
@@ -76,7 +79,7 @@ def who_read_what(findings: Findings) -> Figure:
     axes.set_yticks(np.arange(len(ranks) + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="white", linewidth=2)
     axes.tick_params(which="both", length=0)
-    axes.tick_params(axis="x", labelsize=9)
+    axes.tick_params(axis="x", labelsize=11 if len(steps) <= 16 else 9)
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set(xlabel="step of epoch 0", ylabel="rank")
@@ -90,7 +93,7 @@ def who_read_what(findings: Findings) -> Figure:
         loc="outside upper center",
         ncols=3,
         frameon=False,
-        fontsize=10,
+        fontsize=11.5,
     )
     return figure
 
@@ -100,10 +103,10 @@ def times_seen(findings: Findings) -> Figure:
     epochs = len(findings.audited)
     times = dict.fromkeys(range(epochs + 2), 0) | findings.times_seen
     shown = {t: ids for t, ids in sorted(times.items()) if ids or abs(t - epochs) <= 1}
-    figure, axes = _figure(3.2)
+    figure, axes = _figure(3.4)
     colors = [_RIGHT if t == epochs else _WRONG for t in shown]
     bars = axes.bar([str(t) for t in shown], list(shown.values()), color=colors, width=0.7)
-    axes.bar_label(bars, [f"{ids:,}" for ids in shown.values()], padding=2, fontsize=11)
+    axes.bar_label(bars, [f"{ids:,}" for ids in shown.values()], padding=2)
     axes.margins(y=0.15)
     axes.set(xlabel=f"times seen in {epochs} epochs", ylabel="ids")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -117,7 +120,7 @@ def effective_weights(findings: Findings) -> Figure:
     weights, counted, ours = (
         each.reshape(-1) for each in (looked_at.weights, looked_at.counted, looked_at.ours)
     )
-    figure, axes = _figure(3.8)
+    figure, axes = _figure(4.2)
     places = np.arange(weights.size)
     small = 6 if weights.size <= _POINTS else 2
     axes.vlines(places, weights, counted, color=_WRONG, alpha=0.4, linewidth=1)
@@ -131,10 +134,11 @@ def effective_weights(findings: Findings) -> Figure:
         axes.set_xticks(
             (np.arange(ranks) + 0.5) * width - 0.5, [f"rank {rank}" for rank in range(ranks)]
         )
-        axes.tick_params(axis="x", length=0, labelsize=10 if ranks <= 8 else 7)
+        axes.tick_params(axis="x", length=0, labelsize=11.5 if ranks <= 6 else 7)
     else:
         axes.set_xlabel("slots, rank by rank")
-    axes.set_ylim(bottom=min(0, counted.min()) - 0.05 * max(counted.max(), weights.max()))
+    highest = max(counted.max(), weights.max())
+    axes.set_ylim(-0.05 * highest, 1.1 * highest)
     axes.set_ylabel("examples it counts as")
     _legend(figure)
     return figure
@@ -142,14 +146,19 @@ def effective_weights(findings: Findings) -> Figure:
 
 def gradient_error(findings: Findings) -> Figure:
     """The error of the step's gradient against the number of microbatches."""
-    figure, axes = _figure(3.8)
+    figure, axes = _figure(4.2)
+    others = iter(_OTHERS)
     for name, errors in findings.errors.items():
-        style = {"linewidth": 1.5, "marker": "o", "markersize": 4}
-        if name == OURS:
-            style |= {"color": _OURS, "linewidth": 3}
-        elif name == findings.convention:
-            style |= {"color": _WRONG, "linewidth": 3}
-        axes.plot(findings.microbatches, np.maximum(errors, 1e-9), label=name, **style)
+        chosen = {OURS: _OURS, findings.convention: _WRONG}.get(name)
+        axes.plot(
+            findings.microbatches,
+            np.maximum(errors, _LEAST),
+            label=name,
+            color=chosen or next(others),
+            linewidth=3 if chosen else 1.5,
+            marker="o",
+            markersize=4,
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(findings.microbatches, [str(k) for k in findings.microbatches])
@@ -161,7 +170,7 @@ def gradient_error(findings: Findings) -> Figure:
 
 
 def _legend(figure: Figure) -> None:
-    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=10)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=11.5)
 
 
 def _rgb(color: str) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """A report on a plan and a convention: what was read, and how much each example counted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from jax_ddp_weighting.walk import AuditedEpoch, audit_epochs
 from jax_ddp_weighting.weighting import value_and_grad
 
 CHOICES = tuple(name for name in CONVENTIONS if name != "unknown")
-COMPARED = ("mean_of_means", "rank_token_mean", "step_token_mean", "padding_counted")
-OURS = "global_mean, measured"
+COMPARED = ("mean_of_means", "mean_of_nonempty_means", "rank_token_mean", "step_token_mean")
+OURS = "ours, measured"
 _SLOTS = 20_000_000  # over all epochs: they are walked one step at a time
 _STEP_SLOTS = 200_000  # of the step that is looked at closely
 
@@ -136,6 +136,11 @@ def found(
             advance(slots.ids.size)
     accepted, copies = _maps(plan)
     last = plan.batch(0, plan.steps_per_epoch - 1)
+    if not _laid_out(last, 1, example_weights).any():
+        raise ValueError(
+            "report: the last step of epoch 0 must weigh something, got example weights of 0 alone."
+            " Give the examples that count a weight above 0."
+        )
     numbers = sorted({1, microbatches, *(2**k for k in range(5) if 2**k <= plan.batch_size)})
     errors: dict[str, list[float]] = {}
     for number in numbers:
@@ -257,22 +262,22 @@ def _check(
                 f"report: {what} must be at most {most:,} to be drawn, got {number:,}."
                 " plan and audit --closed-form know no limit."
             )
-    shape = np.shape(example_weights)
-    if example_weights is not None and shape != (plan.num_examples,):
+    if example_weights is None:
+        return
+    if len(example_weights) != plan.num_examples:
         raise ValueError(
             f"report: example weights must be one for each of the {plan.num_examples} examples, got"
-            f" {shape[0]}. Write one number for each id, in the order of the ids."
+            f" {len(example_weights)}. Write one number for each id, in the order of the ids."
         )
-    if example_weights is not None and not (
-        np.all(np.isfinite(example_weights)) and np.min(example_weights) >= 0
-    ):
+    wrong = example_weights[~((example_weights >= 0) & np.isfinite(example_weights))]
+    if wrong.size:
         raise ValueError(
-            "report: example weights must be finite and at least 0, got"
-            f" {example_weights[~(example_weights >= 0)][:1] or 'infinity'}."
+            f"report: example weights must be finite and at least 0, got {wrong[0]:g}. An example"
+            " that is not to count weighs 0."
         )
 
 
-def groups(looked_at: StepWeights) -> Sequence[tuple[int, int, int, float, float, float]]:
+def groups(looked_at: StepWeights) -> list[tuple[Any, ...]]:
     """Rank, microbatch, accepted rows, and what they should count, do count, and count with us."""
     sums = [each.sum(axis=2) for each in (looked_at.weights, looked_at.counted, looked_at.ours)]
     rows = (looked_at.weights > 0).sum(axis=2)
