@@ -3,7 +3,9 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -14,13 +16,22 @@ from rich.table import Table
 from jax_ddp_weighting.arguments import listed
 from jax_ddp_weighting.audit import CoverageError, EpochAudit
 from jax_ddp_weighting.summary import PlanSummary
+from jax_ddp_weighting.walk import AuditedEpoch
 
 _WRONG = 3  # audits of which it is told what is wrong
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on standard output."""
-    print(json.dumps(document, indent=2))
+    """One JSON document on standard output; numbers that JSON lacks, such as NaN, as text."""
+    print(json.dumps(_plain(document), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def print_line(text: str = "") -> None:
@@ -30,13 +41,14 @@ def print_line(text: str = "") -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table whose numbers stand right and whose words stand left."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     for place, column in enumerate(columns):
         words = any(isinstance(row[place], str) for row in rows)
         table.add_column(column, justify="left" if words else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(shown(value) for value in row))
     console = Console(highlight=False, markup=False)
+    console.print(title, style="bold", soft_wrap=True)
     # as wide as its numbers, which must not be cut where nothing says how wide the screen is
     wanted = console.measure(table, options=console.options.update_width(1000)).maximum
     console.width = max(console.width, wanted)
@@ -71,6 +83,11 @@ def progress_bar(task: str, total: int) -> Iterator[Any]:
     ) as progress:  # fmt: skip
         bar = progress.add_task(task, total=total)
         yield lambda parts: progress.advance(bar, parts)
+
+
+def waiting(task: str) -> AbstractContextManager[Any]:
+    """A sign on standard error that something of unknown length is going on."""
+    return Console(file=sys.stderr).status(f"{task} ...")
 
 
 _TAILS = {
@@ -113,31 +130,71 @@ def print_plan(summary: PlanSummary) -> None:
         )
 
 
-def print_audits(audits: Sequence[EpochAudit], new_order: Sequence[bool | None]) -> None:
-    """The table of `audit`, and what is wrong in the first of the audits that are."""
+def print_files(files: Sequence[Path], ids: Sequence[Any], audit: EpochAudit) -> None:
+    """What each rank's file held."""
+    rows = [
+        [rank, path.name, len(ids[rank]), audit.per_rank[rank]] for rank, path in enumerate(files)
+    ]
+    print_table("Ranks", ["rank", "file", "slots", "accepted"], rows)
+
+
+def print_audits(audited: Sequence[AuditedEpoch]) -> None:
+    """The table of `audit`, and what is wrong in the first of the epochs that are."""
+    audits = [each.audit for each in audited]
     print_table(
         f"Every one of {audits[0].num_examples:,} ids exactly once?",
         ["epoch", "slots", "accepted", "unique", "twice+", "never", "stray", "new order", "right"],
         [
             [
-                a.epoch,
-                a.slots,
-                a.accepted,
-                a.unique,
-                a.num_duplicated,
-                a.num_omitted,
-                a.num_out_of_range,
-                new,
-                a.exactly_once,
+                each.audit.epoch,
+                each.audit.slots,
+                each.audit.accepted,
+                each.audit.unique,
+                each.audit.num_duplicated,
+                each.audit.num_omitted,
+                each.audit.num_out_of_range,
+                each.new_order,
+                each.audit.exactly_once,
             ]
-            for a, new in zip(audits, new_order, strict=True)
+            for each in audited
         ],
     )
-    wrong = [a for a in audits if not a.exactly_once]
-    for each in wrong[:_WRONG]:
+    wrong = [audit for audit in audits if not audit.exactly_once]
+    for audit in wrong[:_WRONG]:
         try:
-            each.check_exactly_once()
+            audit.check_exactly_once()
         except CoverageError as error:
             print_line(str(error))
     if len(wrong) > _WRONG:
         print_line(f"and {len(wrong) - _WRONG} epochs more")
+
+
+def print_proof(proof: Any) -> None:
+    """The table of `parity`: the worst leaf of each split in each regime, and of the control."""
+    found, control = proof.report.differences, proof.control.differences
+    engines = list(dict.fromkeys(each.engine for each in found))
+
+    def worst(differences: Sequence[Any], split: Any, engine: str | None = None) -> float:
+        return max(
+            d.difference for d in differences if d.split == split and engine in (None, d.engine)
+        )
+
+    print_table(
+        "Largest difference from one device, relative to the leaf",
+        ["rows per rank", *engines, "mean of local means"],
+        [
+            [
+                " + ".join(map(str, split)),
+                *(worst(found, split, engine) for engine in engines),
+                worst(control, split),
+            ]
+            for split in dict.fromkeys(each.split for each in found)
+        ],
+    )
+    if proof.failure:
+        print_line(proof.failure)
+    else:
+        allowed = max(each.rtol for each in found)
+        print_line(f"One gradient in all {len(found)} comparisons, to {allowed:g} or less.")
+    if proof.control.worst.equal:
+        print_line("The mean of local means is right here too: this batch cannot tell them apart.")

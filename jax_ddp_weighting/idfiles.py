@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,53 @@ def read_weights(path: Path, *, column: str | None = None) -> Float64[np.ndarray
             " every other slot what it counts."
         )
     return weights.astype(np.float64)
+
+
+def read_ranks(
+    files: Sequence[Path],
+    *,
+    column: str | None = None,
+    weight_files: Sequence[Path] = (),
+    weight_column: str | None = None,
+    advance: Callable[[int], object] = lambda files: None,
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """The ids of every rank, and the weights if there are any.
+
+    Args:
+        files: one file of ids for each rank.
+        column: the name under which JSON lines keep the ids.
+        weight_files: one file of weights for each file of ids, or none.
+        weight_column: the name under which JSON lines keep the weights, beside the ids.
+        advance: is told of files as they are read, for a progress bar.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file holds something else, or weights are not as many as ids.
+    """
+    if weight_files and weight_column:
+        raise ValueError(
+            "audit: give --weights or --weight-column, got both. Weights stand in files of their"
+            " own, or beside the ids in JSON lines."
+        )
+    if weight_files and len(weight_files) != len(files):
+        raise ValueError(
+            f"audit: --weights must name one file for each of the {len(files)} files of ids, got"
+            f" {len(weight_files)}. Repeat --weights in the order of the files of ids."
+        )
+    beside = files if weight_column else weight_files
+    ids: list[np.ndarray] = []
+    weights: list[np.ndarray] = []
+    for rank, path in enumerate(files):
+        ids.append(read_ids(path, column=column))
+        if beside:
+            weights.append(read_weights(beside[rank], column=weight_column))
+            if len(weights[-1]) != len(ids[-1]):
+                raise ValueError(
+                    f"{beside[rank]}: weights must be as many as the ids, {len(ids[-1])}, got"
+                    f" {len(weights[-1])}. Every slot has one weight."
+                )
+        advance(1)
+    return ids, weights or None
 
 
 def _read(

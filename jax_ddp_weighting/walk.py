@@ -1,64 +1,80 @@
-"""Epochs of a plan walked slot by slot: what was really read, and how often over all of them."""
+"""Epochs of a plan walked slot by slot: what was really read, and in what order."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_ddp_weighting.arguments import check_epoch, check_integer
+from jax_ddp_weighting.arguments import check_integer
 from jax_ddp_weighting.audit import EpochAudit, Ledger
 from jax_ddp_weighting.plan import EpochPlan
 
 _BLOCK = 1 << 16  # slots looked at at once
+_WALKED = 2 * 10**9  # examples up to which a plan is walked: a byte each, and half a minute
 
 
 @dataclass(frozen=True)
-class WalkedEpoch:
-    """One epoch as it was walked.
+class AuditedEpoch:
+    """One epoch of a plan, or of files, audited.
 
     Args:
-        audit: what its slots covered, counted.
-        order: a digest of the ids in reading order: equal where two epochs read the same.
+        audit: what its slots covered.
+        order: a digest of the ids in reading order; None where they were not walked.
+        new_order: whether that differs from the epoch before; None where nothing is before.
     """
 
     audit: EpochAudit
-    order: str
+    order: str | None = None
+    new_order: bool | None = None
 
 
-def walk(
+def audit_epochs(
     plan: EpochPlan,
     epochs: int,
     *,
-    first_epoch: int = 0,
+    closed_form: bool = False,
     advance: Callable[[int], object] = lambda slots: None,
-) -> Iterator[WalkedEpoch]:
-    """Every slot of some epochs, counted: no closed form is trusted.
+) -> list[AuditedEpoch]:
+    """What the first epochs of a plan cover: walked slot by slot, no closed form trusted.
 
     Args:
         plan: who reads what.
-        epochs: how many epochs to walk.
-        first_epoch: the epoch to begin with.
+        epochs: how many epochs to audit, from 0.
+        closed_form: do not walk; for plans that are too large. Orders are not compared then.
         advance: is told of slots as they are walked, for a progress bar.
 
     Returns:
-        An iterator of one `WalkedEpoch` per epoch. It costs about one byte per example.
+        One `AuditedEpoch` per epoch. Walking costs about one byte per example.
 
     Raises:
-        ValueError: there are no such epochs.
+        ValueError: there are no such epochs, or the plan is too large to be walked.
 
     Example:
         >>> plan = EpochPlan(10, num_replicas=4, batch_size=2, tail="repeat")
-        >>> first, second = walk(plan, 2)
-        >>> first.audit.accepted, first.audit.num_duplicated, first.order == second.order
-        (12, 2, False)
+        >>> first, second = audit_epochs(plan, 2)
+        >>> first.audit.accepted, first.audit.num_duplicated, second.new_order
+        (12, 2, True)
     """
-    first = check_epoch("walk: first_epoch", first_epoch)
-    count = check_integer("walk: epochs", epochs, 1, 2**31, "be an integer of at least 1")
-    return (_walked(plan, epoch, advance) for epoch in range(first, first + count))
+    epochs = check_integer("audit: epochs", epochs, 1, 2**31, "be an integer of at least 1")
+    if closed_form:
+        return [AuditedEpoch(plan.audit(epoch)) for epoch in range(epochs)]
+    if plan.num_examples > _WALKED:
+        raise ValueError(
+            f"audit: --num-examples must be at most {_WALKED:,} to walk every slot, got"
+            f" {plan.num_examples:,}. --closed-form says what an epoch covers without walking it."
+        )
+    audited: list[AuditedEpoch] = []
+    for epoch in range(epochs):
+        audit, order = _walked(plan, epoch, advance)
+        new_order = order != audited[-1].order if audited else None
+        audited.append(AuditedEpoch(audit, order, new_order))
+    return audited
 
 
-def _walked(plan: EpochPlan, epoch: int, advance: Callable[[int], object]) -> WalkedEpoch:
+def _walked(
+    plan: EpochPlan, epoch: int, advance: Callable[[int], object]
+) -> tuple[EpochAudit, str]:
     ledger = Ledger(plan.num_examples, epoch=epoch)
     digest = hashlib.blake2b(digest_size=16)
     per_rank = []
@@ -75,4 +91,4 @@ def _walked(plan: EpochPlan, epoch: int, advance: Callable[[int], object]) -> Wa
     audit = replace(
         ledger.audit(), slots=plan.num_samples * plan.num_replicas, per_rank=tuple(per_rank)
     )
-    return WalkedEpoch(audit, digest.hexdigest())
+    return audit, digest.hexdigest()

@@ -8,7 +8,8 @@ install_import_hook("jax_ddp_weighting", "annotations.checked")
 
 from jax_ddp_weighting import force_cpu_devices  # noqa: E402 - after the hook
 
-collect_ignore = ["live"]  # those need torch and grain: `make test-torch` installs them
+# those need torch and grain, or a browser: `make test-torch`, `make test-browser`
+collect_ignore = ["live", "browser"]
 
 force_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -6,16 +6,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jax_ddp_weighting import EpochPlan, cli
+from jax_ddp_weighting.mesh import ENGINES
 
 HELP = Path(__file__).parent / "help"
 COMMANDS = sorted(
     command.name or command.callback.__name__ for command in cli.app.registered_commands
 )
 PLAN = ["-n", "47", "-w", "3", "-b", "8"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started():
+    """JAX has started: a command leaves it as it is, with the suite's eight devices."""
+    assert len(jax.devices()) == 8
 
 
 def run(*arguments: str) -> int:
@@ -183,6 +191,137 @@ def test_ids_beyond_the_dataset_are_strays(tmp_path, capsys):
     (tmp_path / "ids.txt").write_text("0 1 2 99")
     assert run("audit", "-n", "3", tmp_path / "ids.txt") == 1
     assert "1 slots out of range (99)" in printed(capsys)
+
+
+# --- parity and diagnose --------------------------------------------------------------------------
+
+USERS = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import jax_ddp_weighting as jdw
+from jax_ddp_weighting.proof import mean_of_local_means
+
+def loss(params, batch):
+    return jdw.weighted_sum((params["w"] * batch.data - 1) ** 2, batch.weights)
+
+def case():
+    return loss, {"w": np.float32(2)}, jdw.Batch.of(np.arange(5, dtype=np.float32))
+
+def case_of_terms():
+    def terms(params, batch):
+        size = jdw.weighted_sum(params["w"] * batch.data, batch.weights)
+        return {"fit": loss(params, batch), "size": size}
+    batch = jdw.Batch.of(np.arange(5, dtype=np.float32))
+    return {"loss_fn": terms, "params": case()[1], "batch": batch,
+            "coefficients": {"fit": 1.0, "size": 0.1}}
+
+def naive():
+    return dict(zip(("loss_fn", "params", "batch"), case())) | {"gradient": mean_of_local_means}
+
+def a_mean():
+    return (lambda params, batch: jnp.mean(params["w"] * batch.data)), *case()[1:]
+
+def no_batch():
+    return loss, {}, np.arange(5)
+
+def number():
+    return 3
+
+def broken():
+    return {}["not there"]
+
+def fails_later():
+    return (lambda params, batch: 1 // 0), *case()[1:]
+
+def right(token_loss, params, tokens, weights):
+    def total(params):
+        return (token_loss(params, tokens) * weights).sum() / jnp.maximum(weights.sum(), 1e-30)
+    return jax.grad(total)(params)
+
+def rank_means(token_loss, params, tokens, weights):
+    def total(params, rank):
+        return (token_loss(params, tokens[rank]) * weights[rank]).sum() / weights[rank].sum()
+    return (jax.grad(total)(params, 0) + jax.grad(total)(params, 1)) / 2
+
+def wrong_shape(token_loss, params, tokens, weights):
+    return params[:1]
+"""
+
+
+@pytest.fixture
+def users(tmp_path, monkeypatch):
+    """A user's folder, with a module of code to try."""
+    (tmp_path / "users.py").write_text(USERS)
+    (tmp_path / "torn.py").write_text("def f(:\n")
+    (tmp_path / "needy.py").write_text("import not_installed_at_all")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in ("users", "torn", "needy"):
+        sys.modules.pop(name, None)
+
+
+def test_parity_proves_ours_and_fails_its_control(capsys):
+    assert run("parity", "--split", "4,1,1", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["equal"]
+    assert {each["engine"] for each in said["differences"]} == set(ENGINES)
+    assert max(each["difference"] for each in said["differences"]) < 1e-6
+    assert min(each["difference"] for each in said["control"] if each["leaf"] != "loss") > 0.01
+
+
+@pytest.mark.parametrize("case", ["case", "case_of_terms"])
+def test_parity_takes_a_users_case(users, case, capsys):
+    assert run("parity", f"users:{case}", "--split", "3,2", "--engine", "vmap", "-k", "2") == 0
+    ours, control = re.search(r"3 \+ 2 +(\S+) +(\S+)", printed(capsys)).groups()
+    assert float(ours) < 1e-6 < 0.001 < float(control)
+
+
+def test_parity_finds_a_users_own_gradient_wrong(users, capsys):
+    assert run("parity", "users:naive", "--split", "3,2", "--engine", "vmap") == 1
+    assert "2 of 2 gradient leaves differ" in printed(capsys)
+
+
+def test_diagnose_finds_nothing_wrong_with_the_global_mean(users, capsys):
+    assert run("diagnose", "users:right") == 0
+    assert printed(capsys).startswith("global_mean, factor 1")
+
+
+def test_diagnose_names_a_users_convention(users, capsys):
+    assert run("diagnose", "users:rank_means", "-k", "3", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["convention"] == "rank_token_mean"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("parity users", r"target must be module:function, got 'users'"),
+        ("parity users:nothing", r"must hold a function 'nothing', got none. It holds loss, case"),
+        ("parity users:USERS", r"must hold a function"),
+        ("parity nowhere:case", r"module 'nowhere' was not found"),
+        ("parity users.deeper:case", r"module 'users.deeper' was not found"),
+        ("parity torn:f", r"importing torn raised SyntaxError: .*torn.py, line 1\)"),
+        ("parity needy:f", r"raised ModuleNotFoundError: .*'not_installed_at_all' \(.*line 1\)"),
+        ("parity users:number", r"must return loss_fn, params and batch, .* got int"),
+        ("parity users:no_batch", r"batch of the target must be a Batch, got ndarray"),
+        ("parity users:broken", r"calling users:broken raised KeyError: 'not there' \(.*line \d+"),
+        ("parity users:fails_later", r"raised ZeroDivisionError: .*users.py, line \d+\)"),
+        ("parity users:a_mean", r"loss_fn must return a WeightedSum"),
+        ("parity users:case --split 3", r"splits must deal out all 5 rows, got \(3,\)"),
+        ("parity users:case --split 3;2", r"--split must be rows per rank, got '3;2'"),
+        ("parity users:case --engine pmop", r"engine must be one of"),
+        ("parity --split 1,1,1,1,1,1,1,1,1", r"9"),
+        ("parity -k 0", r"microbatches must be an integer of at least 1, got 0"),
+        ("diagnose", r"Missing argument"),
+        ("diagnose users:right -w 0", r"num_replicas must be"),
+        ("diagnose users:right -k 0", r"microbatches must be"),
+        ("diagnose users:broken", r"users:broken raised TypeError: .*positional arguments"),
+        ("diagnose users:wrong_shape", r"gradient_of must return the gradient of params"),
+    ],
+)
+def test_a_target_that_cannot_be_used_gets_one_line(users, arguments, said, capsys):
+    assert re.search(said, refusal(capsys, *arguments.split()))
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -1,0 +1,194 @@
+"""The report: what it finds is what was read and counted, and its page needs nothing else."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from jax_ddp_weighting import EpochPlan, cli
+from jax_ddp_weighting.conventions import probes
+from jax_ddp_weighting.figures import as_png, drawn
+from jax_ddp_weighting.page import page
+from jax_ddp_weighting.report import CHOICES, OURS, counted_by, found, measured
+
+PNG = b"\x89PNG\r\n\x1a\n"
+PLAN = ["-n", "47", "-w", "3", "-b", "8"]
+
+
+def naive_maps(plan):
+    """Accepted rows and copies of each rank and step of epoch 0, counted slot by slot."""
+    accepted = np.zeros((plan.num_replicas, plan.steps_per_epoch), int)
+    copies, met = np.zeros_like(accepted), set()
+    for step in range(plan.steps_per_epoch):
+        slots = plan.batch(0, step)
+        for row in range(plan.batch_size):
+            for rank in range(plan.num_replicas):
+                if slots.weights[rank, row]:
+                    accepted[rank, step] += 1
+                    copies[rank, step] += slots.ids[rank, row] in met
+                    met.add(slots.ids[rank, row])
+    return accepted, copies
+
+
+@pytest.mark.parametrize("tail", ["mask", "repeat", "drop"])
+@pytest.mark.parametrize("n", [3, 47, 48])
+def test_maps_and_counts_are_those_of_every_slot(n, tail):
+    plan = EpochPlan(n, 3, 4, tail=tail)
+    if not plan.steps_per_epoch:
+        return
+    findings = found(plan, 3, "mean_of_means")
+    accepted, copies = naive_maps(plan)
+    np.testing.assert_array_equal(findings.accepted, accepted)
+    np.testing.assert_array_equal(findings.copies, copies)
+    seen = np.zeros(n, int)
+    for epoch in range(3):
+        for rank in range(3):
+            slots = plan.slots(epoch, rank)
+            np.add.at(seen, slots.ids[slots.weights > 0], 1)
+    np.testing.assert_array_equal(findings.seen, seen)
+    assert findings.exactly_once == (tail == "mask" or n % (3 if tail == "repeat" else 12) == 0)
+
+
+def test_copies_of_an_order_that_repeats_ids_are_found():
+    plan = EpochPlan.from_order([4, 4, 1, 4, 2, 1], 2, 2, num_examples=5, repeats=True)
+    findings = found(plan, 1, "mean_of_means")
+    np.testing.assert_array_equal(findings.copies, naive_maps(plan)[1])
+    assert findings.copies.sum() == 3
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_ours_counts_every_slot_as_its_weight_once(microbatches):
+    for weights in probes(2, microbatches).values():
+        right = weights / weights.sum()
+        np.testing.assert_allclose(measured(weights), right, rtol=1e-6)
+        assert np.abs(counted_by("mean_of_means", weights) - right).max() > 0.01 * right.max()
+
+
+def test_every_choice_counts_something():
+    weights = probes(2, 2)["weights are fractions"]
+    for convention in CHOICES:
+        assert counted_by(convention, weights).shape == weights.shape
+
+
+def test_errors_of_naive_conventions_grow_and_ours_stay_at_rounding():
+    lengths = np.random.default_rng(0).integers(1, 100, 64).astype(float)
+    findings = found(EpochPlan(64, 4, 16), 1, "mean_of_means", example_weights=lengths)
+    assert findings.microbatches == [1, 2, 4, 8, 16]
+    assert max(findings.errors[OURS]) < 1e-6
+    naive = findings.errors["mean_of_means"]
+    assert naive[-1] > naive[0] > 0.05
+    assert findings.errors["step_token_mean"][0] < 1e-12
+    assert findings.errors["step_token_mean"][-1] > 0.05
+
+
+def test_each_slot_counts_its_examples_weight():
+    lengths = np.arange(1.0, 11.0)
+    plan = EpochPlan(10, 2, 8)
+    looked_at = found(plan, 1, "rank_token_mean", example_weights=lengths).looked_at
+    slots = plan.batch(0, 0)
+    np.testing.assert_array_equal(looked_at.weights[:, 0], slots.weights * lengths[slots.ids])
+    np.testing.assert_allclose(looked_at.ours, looked_at.weights, rtol=1e-6)
+    by_rank = looked_at.weights.sum((1, 2), keepdims=True)
+    wanted = looked_at.weights / by_rank / 2 * by_rank.sum()
+    np.testing.assert_allclose(looked_at.counted, wanted, rtol=1e-6)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+class Seen(HTMLParser):
+    """What stands in a page: its tags, their attributes, and what it would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.loaded, self.open = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.loaded += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def findings():
+    return found(EpochPlan(1003, 20, 4, tail="repeat"), 3, "mean_of_means", microbatches=2)
+
+
+def test_the_page_holds_every_picture_and_table_and_loads_nothing(findings):
+    pictures = {name: as_png(figure) for name, figure in drawn(findings).items()}
+    assert all(picture.startswith(PNG) for picture in pictures.values())
+    text = page(findings, pictures, "report <script>alert(1)</script>")
+    seen = Seen(text)
+    assert seen.open == []
+    assert [a["id"] for tag, a in seen.tags if tag == "figure"] == list(pictures)
+    assert all(a["alt"] for tag, a in seen.tags if tag == "img")
+    assert sum(tag == "table" for tag, _ in seen.tags) == 4
+    assert all(source.startswith("data:image/png;base64,") for source in seen.loaded)
+    assert len(seen.loaded) == 4
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "<script" not in text
+    assert "17 came more than once" in text
+
+
+def test_the_command_writes_a_page_and_pictures(tmp_path, capsys):
+    path, folder = tmp_path / "page.html", tmp_path / "pictures"
+    assert cli.run(["report", str(path), *PLAN, "--png", str(folder), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["exactly_once"]
+    assert said["times_seen"] == {"4": 47}
+    assert path.read_text().startswith("<!DOCTYPE html>")
+    assert f"<code>jax-ddp-weighting report {path} -n 47 -w 3 -b 8" in path.read_text()
+    names = ["effective-weights.png", "gradient-error.png", "times-seen.png", "who-read-what.png"]
+    assert sorted(each.name for each in folder.iterdir()) == names
+    assert all(each.read_bytes().startswith(PNG) for each in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("page.html -n 47 -w 3 -b 8 --convention mean", r"convention must be one of global_mean"),
+        ("page.html -n 47 -w 3 -b 8 -k 9", r"microbatches must be an integer in \[1, 8\], got 9"),
+        ("page.html -n 47 -w 3 -b 8 --epochs 0", r"epochs must be an integer in"),
+        ("page.html -n 5 -w 3 -b 8 --tail drop", r"must have a step, got 5 examples for 24 rows"),
+        ("page.html -n 0 -w 3 -b 8", r"must have a step"),
+        ("page.html -n 1e9 -w 3 -b 8", r"slots of all epochs must be at most 20,000,000"),
+        ("page.html -n 1e6 -w 1000 -b 1000 --epochs 1", r"slots of a step must be at most"),
+        ("page.html -n 4 -w 1 -b 2 --example-weights w.txt", r"one for each of the 4 examples"),
+        ("page.html -n 3 -w 1 -b 2 --example-weights w.txt", r"at least 0, got -1"),
+        ("page.html -n 3 -w 1 -b 2 --example-weights zero.txt", r"must weigh something"),
+        ("nowhere/page.html -n 4 -w 1 -b 2", r"nowhere/page.html: No such file"),
+        (". -n 4 -w 1 -b 2", r"\.: Is a directory"),
+        ("page.html -n 4 -w 1", r"Missing option '--batch-size'"),
+    ],
+)
+def test_bad_input_gets_one_line_and_no_page(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w.txt").write_text("1 -1 2")
+    (tmp_path / "zero.txt").write_text("0 0 0")
+    assert cli.run(["report", *arguments.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert re.search(said, err)
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_missing_matplotlib_is_one_line():
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; sys.argv[1:] = sys.argv[1:]\n"
+        "from jax_ddp_weighting.__main__ import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "report", "page.html", *PLAN]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1
+    assert "pip install 'jax-ddp-weighting[cli,plot]'" in ran.stderr
