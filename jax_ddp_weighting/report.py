@@ -123,7 +123,7 @@ def found(
 
     Example:
         >>> findings = found(EpochPlan(47, 3, 8, tail="repeat"), 2, "mean_of_means")
-        >>> findings.times_seen, findings.copies.sum()
+        >>> findings.times_seen, int(findings.copies.sum())
         ({2: 45, 3: 2}, 1)
     """
     _check(plan, epochs, convention, microbatches, example_weights)
