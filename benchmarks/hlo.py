@@ -2,7 +2,11 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import jax
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
@@ -49,6 +53,28 @@ def collectives(text: str) -> list[Collective]:
         for name, lines in computations.items()
         for kind, shapes in _operations(lines)
     ]
+
+
+@contextmanager
+def recorded() -> Iterator[list[Any]]:
+    """The lowered program of every call to a function that is given to `jax.jit` meanwhile."""
+    programs: list[Any] = []
+    jit = jax.jit
+
+    def recording(*options: Any, **more: Any) -> Any:
+        jitted = jit(*options, **more)
+
+        def call(*args: Any) -> Any:
+            programs.append(jitted.lower(*args))  # before the call, which may take its arguments
+            return jitted(*args)
+
+        return call
+
+    jax.jit = recording
+    try:
+        yield programs
+    finally:
+        jax.jit = jit
 
 
 def _operations(lines: list[str]) -> Iterator[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -142,10 +143,10 @@ def placed(tree: T, sharding: NamedSharding) -> T:
         current = getattr(leaf, "sharding", None)
         if isinstance(current, NamedSharding) and current.mesh == sharding.mesh:
             return leaf
-        # a copy, so that donating the placed tree leaves the caller's own arrays alone
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jnp.copy(leaf)  # device_put aliases keys whatever it is told
-        return jax.device_put(leaf, sharding, may_alias=False)
+        # A copy, so that donating the placed tree leaves the caller's own arrays alone. (Whatever
+        # it is told, device_put aliases keys, and arrays that lie on one of several devices.)
+        own = jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+        return jax.device_put(own, sharding)
 
     return jax.tree.map(place, tree)
 

@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import regimes
 
@@ -75,6 +76,21 @@ def test_varying_twice_is_varying_once():
 
     mapped = meshes.over_ranks(fn, data_mesh(2))
     assert jax.jit(mapped)(jnp.float32(2), jnp.arange(4.0)) == 12
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_donating_what_was_placed_leaves_the_callers_arrays_alone(devices):
+    own = {"device": jnp.ones(1000), "host": np.ones(1000, np.float32), "key": jax.random.key(0)}
+    placed = meshes.placed(own, meshes.replicated_sharding(data_mesh(devices)))
+    donate = jax.jit(
+        lambda tree: {**tree, "device": tree["device"] + 1, "host": tree["host"] + 1},
+        donate_argnums=0,
+    )
+    jax.block_until_ready(donate(placed))
+    assert placed["device"].is_deleted()
+    np.testing.assert_array_equal(own["device"], np.ones(1000))
+    np.testing.assert_array_equal(own["host"], np.ones(1000))
+    assert jax.random.key_data(own["key"]).tolist() == [0, 0]
 
 
 def test_an_axis_that_is_not_mapped_is_named():

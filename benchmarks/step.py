@@ -1,0 +1,313 @@
+"""What a training step costs: ours beside the ones that everybody writes, in the same run.
+
+`python benchmarks/step.py` takes some minutes on four faked CPU devices; `--quick` does one small
+case, `--real` takes the devices that are there. Steps are timed in turns, several a round; shown
+are the median over rounds of the ratio within a round, and the middle half of the ratios. Flops,
+all-reduces and their bytes are read from the compiled programs (XLA counts a loop's flops once);
+`n + m in loops` are `n` all-reduces once a step and `m` at every turn of a loop.
+
+- naive: `pmean` of the gradient of each rank's own mean, in `shard_map`
+- global: the mean over all rows, in the global view of `jit`
+- scan: the naive step over microbatches by `lax.scan`, reduced once, after it
+- MultiSteps: `optax.MultiSteps` over the naive step, one call a microbatch
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_ddp_weighting import Batch, data_mesh, force_cpu_devices, make_train_step, weighted_sum
+from jax_ddp_weighting import mesh as meshes
+
+Step = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Something to train.
+
+    Attributes:
+        name: for the table.
+        params: its parameters.
+        losses: `(params, batch)` to losses and weights of one shape.
+        data: `rows` to a batch.
+    """
+
+    name: str
+    params: Any
+    losses: Callable[..., tuple[Any, Any]]
+    data: Callable[[int], Batch]
+
+
+def mlp(width: int = 512) -> Model:
+    rng = np.random.default_rng(0)
+    shapes = [(64, width), (width, width), (width, 16)]
+    params = [jnp.asarray(rng.normal(size=s) / s[0] ** 0.5, jnp.float32) for s in shapes]
+
+    def losses(params: Any, batch: Batch) -> tuple[Any, Any]:
+        h, y = batch.data
+        for w in params[:-1]:
+            h = jax.nn.relu(h @ w)
+        return jnp.mean((h @ params[-1] - y) ** 2, axis=-1), batch.weights
+
+    def data(rows: int) -> Batch:
+        x = rng.normal(size=(rows, 64)).astype(np.float32)
+        return Batch.of((x, x[:, :16]), weights=(np.arange(rows) % 8 > 0).astype(np.int32))
+
+    return Model("mlp", params, losses, data)
+
+
+def transformer(width: int = 128, layers: int = 2, length: int = 64) -> Model:
+    rng = np.random.default_rng(0)
+    vocabulary, heads = 256, 4
+
+    def made(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, jnp.float32)
+
+    blocks = [
+        {
+            "qkv": made(width, 3, heads, width // heads),
+            "out": made(width, width),
+            "up": made(width, 4 * width),
+            "down": made(4 * width, width),
+        }
+        for _ in range(layers)
+    ]
+    params = {"embed": made(vocabulary, width), "place": made(length, width), "blocks": blocks}
+
+    def normed(h: jax.Array) -> jax.Array:
+        return h * lax.rsqrt(jnp.mean(h**2, axis=-1, keepdims=True) + 1e-6)
+
+    def losses(params: Any, batch: Batch) -> tuple[Any, Any]:
+        tokens = batch.data
+        h = params["embed"][tokens] + params["place"]
+        for block in params["blocks"]:
+            q, k, v = jnp.moveaxis(jnp.einsum("btd,dnhe->btnhe", normed(h), block["qkv"]), 2, 0)
+            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            h = h + mixed.reshape(h.shape) @ block["out"]
+            h = h + jax.nn.gelu(normed(h) @ block["up"]) @ block["down"]
+        logits = normed(h) @ params["embed"].T
+        targets = jnp.roll(tokens, -1, axis=1)
+        weights = batch.weights[:, None] * (targets % 5 > 0)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets), weights
+
+    def data(rows: int) -> Batch:
+        return Batch.of(rng.integers(0, vocabulary, size=(rows, length), dtype=np.int32))
+
+    return Model("transformer", params, losses, data)
+
+
+# --- the steps ------------------------------------------------------------------------------------
+
+
+def ours(model: Model, mesh: Mesh, microbatches: int) -> Step:
+    def loss_fn(params: Any, batch: Batch) -> Any:
+        return weighted_sum(*model.losses(params, batch))
+
+    step = make_train_step(loss_fn, mesh, microbatches=microbatches)
+    return lambda state, batch: step(state, batch)[0]
+
+
+def naive(model: Model, mesh: Mesh, microbatches: int) -> Step:
+    def gradient(params: Any, batch: Batch) -> Any:
+        params = meshes.vary(params, "data")
+
+        def at(params: Any, k: Any) -> Any:
+            part = batch
+            if microbatches > 1:
+                split = (-1, microbatches)
+                part = jax.tree.map(lambda x: x.reshape(*split, *x.shape[1:])[:, k], batch)
+            return _mean(model, params, part)
+
+        if microbatches == 1:
+            found = jax.value_and_grad(at)(params, 0)
+        else:
+            zeros = meshes.vary((jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), "data")
+
+            def added(carry: Any, k: Any) -> Any:
+                return jax.tree.map(jnp.add, carry, jax.value_and_grad(at)(params, k)), None
+
+            found, _ = lax.scan(added, zeros, jnp.arange(microbatches))
+            found = jax.tree.map(lambda x: x / microbatches, found)
+        return lax.pmean(found, "data")
+
+    return _applied(_over(gradient, mesh))
+
+
+def global_view(model: Model, mesh: Mesh, microbatches: int) -> Step:
+    return _applied(lambda params, batch: jax.value_and_grad(_mean, 1)(model, params, batch))
+
+
+def _mean(model: Model, params: Any, batch: Batch) -> Any:
+    losses, weights = model.losses(params, batch)
+    return jnp.sum(losses * weights) / jnp.sum(weights)
+
+
+def _over(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    specs = (PartitionSpec(), PartitionSpec("data"))
+    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+
+
+def _applied(gradient: Callable[..., Any]) -> Step:
+    def step(state: Any, batch: Batch) -> Any:
+        loss, gradients = gradient(state.params, batch)
+        return state.apply_gradients(grads=gradients), loss
+
+    jitted = jax.jit(step, donate_argnums=0)
+    return lambda state, batch: jitted(state, batch)[0]
+
+
+# --- running them ---------------------------------------------------------------------------------
+
+
+class Run:
+    """A step with its state and its batch, called again and again."""
+
+    def __init__(self, step: Step, model: Model, mesh: Mesh, batches: list[Batch], tx: Any) -> None:
+        state = TrainState.create(apply_fn=None, params=model.params, tx=tx)
+        self.step, self.batches = step, batches
+        self.state = meshes.placed(state, meshes.replicated_sharding(mesh))
+
+    def __call__(self) -> None:
+        for batch in self.batches:
+            self.state = self.step(self.state, batch)
+
+    def timed(self, calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            self()
+        jax.block_until_ready(self.state)
+        return time.perf_counter() - start
+
+
+def ratios(run: Run, other: Run, rounds: int, calls: int) -> list[float]:
+    """Our time over theirs in each round; who goes first alternates."""
+    found = []
+    for number in range(rounds):
+        pair = (run, other) if number % 2 else (other, run)
+        seconds = {id(each): each.timed(calls) for each in pair}
+        found.append(seconds[id(run)] / seconds[id(other)])
+    return sorted(found)
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Each compilation by XLA meanwhile."""
+    events: list[str] = []
+    recording = [True]
+
+    def listener(event: str, *_: Any, **__: Any) -> None:
+        if recording[0] and event.endswith("backend_compile_duration"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield events
+    recording[0] = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a compiled step is made of, and how many times XLA compiled on the way."""
+
+    flops: float
+    reductions: list[hlo.Collective]
+    compiled: int
+
+    @property
+    def network(self) -> str:
+        once = sum(not each.in_loop for each in self.reductions)
+        looped = len(self.reductions) - once
+        size = sum(each.bytes for each in self.reductions) / 1024
+        return f"{once}{f' + {looped} in loops' if looped else ''}, {size:,.0f} KiB"
+
+
+def prepared(
+    make: Callable[..., Step],
+    model: Model,
+    mesh: Mesh,
+    microbatches: int,
+    batches: list[Batch],
+    tx: Any,
+) -> tuple[Run, Program]:
+    with hlo.recorded() as programs:
+        run = Run(make(model, mesh, microbatches), model, mesh, batches[:1], tx)
+        run()
+    program = programs[-1].compile()
+    found = [each for each in hlo.collectives(program.as_text()) if each.kind == "all-reduce"]
+    run = Run(make(model, mesh, microbatches), model, mesh, batches, tx)
+    with compilations() as events:
+        for _ in range(3):
+            run()
+    return run, Program(program.cost_analysis()["flops"], found, len(events))
+
+
+def compare(
+    model: Model, ranks: int, rows: int, microbatches: int, rounds: int, calls: int
+) -> None:
+    mesh, tx = data_mesh(ranks), optax.adam(1e-4)
+    sharding = meshes.row_sharding(mesh, "data")
+    whole = model.data(ranks * rows)
+    batch = meshes.placed(whole, sharding)
+    mine, program = prepared(ours, model, mesh, microbatches, [batch], tx)
+    others: dict[str, tuple[Callable[..., Step], int, list[Batch], Any]] = {
+        "naive" if microbatches == 1 else "scan": (naive, microbatches, [batch], tx)
+    }
+    if microbatches == 1:
+        others["global"] = (global_view, 1, [batch], tx)
+    else:
+        parts = [
+            meshes.placed(jax.tree.map(lambda x, k=k: x[k::microbatches], whole), sharding)
+            for k in range(microbatches)
+        ]
+        others["MultiSteps"] = (naive, 1, parts, optax.MultiSteps(tx, microbatches))
+    for name, (make, parts_of_step, batches, optimizer) in others.items():
+        other, theirs = prepared(make, model, mesh, parts_of_step, batches, optimizer)
+        found = ratios(mine, other, rounds, calls)
+        quarter = len(found) // 4
+        times = f" x {len(batches)}" if len(batches) > 1 else ""
+        flops = "" if times else f"{program.flops / theirs.flops:.4f}"
+        print(
+            f"{model.name:12} {ranks:2} {microbatches:3}  {name:10} "
+            f"{statistics.median(found):6.3f}  [{found[quarter]:.3f}, {found[-1 - quarter]:.3f}]  "
+            f"{flops:>7}  {program.network:>18}  {theirs.network + times:>32}  "
+            f"{program.compiled:2} {theirs.compiled:2}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one small case")
+    parser.add_argument("--real", action="store_true", help="the devices that are there")
+    parser.add_argument("--rounds", type=int, default=31)
+    arguments = parser.parse_args()
+    if not arguments.real:
+        force_cpu_devices(4)
+    print(
+        "model      ranks  K  against      wall  [middle half]    flops     our all-reduces"
+        "                             theirs  compilations"
+    )
+    if arguments.quick:
+        compare(mlp(64), 2, 16, 4, rounds=5, calls=2)
+        return
+    for ranks in [n for n in (1, 2, 4) if n <= len(jax.devices())]:
+        for model, rows, calls in ((mlp(), 256, 10), (transformer(), 16, 3)):
+            for microbatches in (1, 4, 16):
+                compare(model, ranks, rows, microbatches, arguments.rounds, calls)
+
+
+if __name__ == "__main__":
+    main()
