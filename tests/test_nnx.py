@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_ddp_weighting import (
     Batch,
     EpochPlan,
+    NnxBatchNorm,
     batches,
     data_mesh,
     make_nnx_train_step,
@@ -24,15 +25,16 @@ Y = np.sin(X.sum(1))
 
 
 class Model(nnx.Module):
-    def __init__(self, rngs, *, axis_name=None, rate=0.0):
+    def __init__(self, rngs, *, axis_name=None, rate=0.0, norm=nnx.BatchNorm):
         self.inner = nnx.Linear(4, 4, rngs=rngs)
         self.tied = self.inner  # one variable that has two names
-        self.norm = nnx.BatchNorm(4, momentum=0.5, axis_name=axis_name, rngs=rngs)
+        self.norm = norm(4, momentum=0.5, axis_name=axis_name, rngs=rngs)
         self.dropout = nnx.Dropout(rate, rngs=rngs)
         self.outer = nnx.Linear(4, 1, rngs=rngs)
 
-    def __call__(self, x):
-        return self.outer(self.dropout(jnp.tanh(self.tied(self.inner(self.norm(x))))))[:, 0]
+    def __call__(self, x, **weights):
+        x = self.norm(x, **weights)
+        return self.outer(self.dropout(jnp.tanh(self.tied(self.inner(x)))))[:, 0]
 
 
 def new_pair(tx, **options):
@@ -158,6 +160,26 @@ def test_ranks_draw_their_own_numbers_and_the_model_keeps_its_key():
     value, expected = mean_of(2)
     assert value == pytest.approx(expected, rel=1e-5)
     assert value != pytest.approx(mean_of(1)[0], rel=1e-2)
+
+
+def test_batch_norm_over_uneven_ranks_trains_as_on_one_device():
+    def weighed(model, batch):
+        x, y = batch.data
+        return weighted_sum((model(x, weights=batch.weights) - y) ** 2, batch.weights)
+
+    def run(engine, ranks, ids, weights):
+        axis_name = None if engine == "jit" else "data"
+        model, optimizer = new_pair(optax.sgd(0.1), axis_name=axis_name, norm=NnxBatchNorm)
+        step = make_nnx_train_step(weighed, data_mesh(ranks), engine=engine)
+        step(model, optimizer, Batch.of(fetch(ids), weights=np.int32(weights)))
+        return without_keys(model)
+
+    ids = np.arange(8)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        run("shard_map", 2, ids, [1, 0, 0, 0, 1, 1, 1, 1]),
+        run("jit", 1, ids[[0, 4, 5, 6, 7]], [1] * 5),
+    )
 
 
 def test_statistics_of_the_rank_alone_are_refused():

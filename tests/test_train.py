@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ddp_weighting import (
     Batch,
+    BatchNorm,
     EpochPlan,
     batches,
     data_mesh,
@@ -293,20 +294,25 @@ class StatsState(TrainState):
 
 class Normalised(nn.Module):
     axis_name: str | None = "data"
+    norm: Any = nn.BatchNorm
 
     @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name, momentum=0.5)(x)
-        return nn.Dense(1)(x)[:, 0]
+    def __call__(self, x, weights):
+        norm = self.norm(
+            use_running_average=False, axis_name=self.axis_name, momentum=0.5, name="norm"
+        )
+        # ours takes weights, flax's a mask
+        weighed = {"weights": weights} if self.norm is BatchNorm else {"mask": weights[:, None] > 0}
+        return nn.Dense(1)(jnp.tanh(norm(x, **weighed)))[:, 0]
 
 
-def stats_run(engine, model, mesh, microbatches=1, batches=1, empty=()):
+def stats_run(engine, model, mesh, microbatches=1, batches=1, empty=(), rows=8, weights=1):
     def fn(variables, batch):
         x, y = batch.data
-        out, updates = model.apply(variables, x, mutable=["batch_stats"])
+        out, updates = model.apply(variables, x, batch.weights, mutable=["batch_stats"])
         return weighted_sum((out - y) ** 2, batch.weights), updates
 
-    variables = Normalised(None).init(jax.random.key(0), X[:2])
+    variables = Normalised(None).init(jax.random.key(0), X[:2], np.ones(2))
     state = StatsState.create(
         apply_fn=None,
         params=variables["params"],
@@ -317,10 +323,10 @@ def stats_run(engine, model, mesh, microbatches=1, batches=1, empty=()):
         fn, mesh, engine=engine, microbatches=microbatches, mutable="batch_stats"
     )
     for i in range(batches):
-        rows = np.arange(8) + 8 * i
-        weights = np.full(8, i not in empty, np.int32)
-        state, _ = step(state, Batch.of(fetch(rows), weights=weights))
-    return jax.device_get(state.batch_stats["BatchNorm_0"]["mean"]), jax.device_get(state.params)
+        ids = np.arange(rows) + rows * i
+        counted = np.broadcast_to(np.int32(weights), rows) * (i not in empty)
+        state, _ = step(state, Batch.of(fetch(ids), weights=counted))
+    return jax.device_get(state.batch_stats["norm"]["mean"]), jax.device_get(state.params)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -340,13 +346,29 @@ def test_collections_pass_through_the_microbatches_and_steps_in_order(engine, mi
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), params, right)
 
 
+@pytest.mark.parametrize("engine", ["shard_map", "pmap"])
+def test_batch_norm_over_uneven_ranks_trains_as_on_one_device(engine):
+    uneven, whole = [1, 0, 0, 0, 1, 1, 1, 1], data_mesh(1)
+
+    def run(norm):
+        return stats_run(engine, Normalised("data", norm), data_mesh(2), weights=uneven)
+
+    def gaps(found):
+        right = stats_run("jit", Normalised(None), whole, weights=uneven)
+        gaps = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), found, right)
+        return np.array(jax.tree.leaves(gaps))
+
+    assert np.max(gaps(run(BatchNorm))) < 1e-6
+    assert np.max(gaps(run(nn.BatchNorm))) > 1e-3  # flax's gives each rank one vote
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("engine", ["shard_map", "pmap"])
 def test_collections_that_would_differ_from_rank_to_rank_are_refused(engine, microbatches):
     with pytest.raises(
         ValueError,
         match=r"the same on every rank, got one that may vary over 'data' at "
-        r"state\['batch_stats'\]\['BatchNorm_0'\]\['mean'\]",
+        r"state\['batch_stats'\]\['norm'\]\['mean'\]",
     ):
         stats_run(engine, Normalised(None), data_mesh(2), microbatches)
 
