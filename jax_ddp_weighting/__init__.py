@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.feed import Batch as Batch
     from jax_ddp_weighting.feed import batches as batches
     from jax_ddp_weighting.gathering import gather_by_id as gather_by_id
+    from jax_ddp_weighting.join import join_batches as join_batches
     from jax_ddp_weighting.manifest import manifest_hash as manifest_hash
     from jax_ddp_weighting.mesh import data_mesh as data_mesh
     from jax_ddp_weighting.mesh import force_cpu_devices as force_cpu_devices
@@ -67,6 +68,7 @@ _PUBLIC = {
     "multi_steps": ("weighted_multi_steps",),
     "nnx_train": ("make_nnx_train_step",),
     "train": ("make_train_step",),
+    "join": ("join_batches",),
     "gathering": ("gather_by_id",),
     "parts": ("write_part", "read_parts", "held_ids", "due_step"),
     "evaluation": ("evaluate",),

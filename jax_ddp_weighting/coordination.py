@@ -7,7 +7,7 @@ is the only file that touches the client of `jax.distributed`.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -91,6 +91,20 @@ class Meeting:
             if client.key_value_increment(f"{self.folder}/read", 1) == len(self.among):
                 client.key_value_delete(f"{self.folder}/")
             return conclusion
+
+    def aside(self, subject: str) -> "Meeting":
+        """Another meeting of the same processes, which need not take place."""
+        return replace(self, folder=f"{self.folder} {subject}")
+
+    def call(self) -> None:
+        """Asks the others to come, if they look."""
+        with _answering():
+            _client().key_value_set(f"{self.folder}/called/yes", "", allow_overwrite=True)
+
+    def called(self) -> bool:
+        """Whether somebody has called."""
+        with _answering():
+            return bool(_client().key_value_dir_get(f"{self.folder}/called/"))
 
     @property
     def _conclusion(self) -> str:

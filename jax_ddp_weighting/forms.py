@@ -3,8 +3,10 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from jax_ddp_weighting.coordination import Meeting, differing, named
@@ -17,10 +19,14 @@ def form_of(rows: PyTree) -> Form:
     """The form of rows as they would be on a device: arrays with one leading axis."""
     form = {"structure": str(jax.tree.structure(rows))}
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         shape = ", ".join(map(str, leaf.shape[1:]))
-        form[f"data{jax.tree_util.keystr(path)}"] = f"{dtype}[{shape}]"
+        form[f"data{jax.tree_util.keystr(path)}"] = f"{device_dtype(leaf.dtype)}[{shape}]"
     return form
+
+
+def device_dtype(dtype: Any) -> np.dtype:
+    """What a dtype becomes on a device: 32 bits wide at most, unless x64 is on."""
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def check_form(caller: str, form: Form, first: Form) -> None:

@@ -21,16 +21,16 @@ class Layout:
     them may hold the same one where the mesh has further axes.
 
     Attributes:
+        mesh: the mesh.
         sharding: rows over the data axis.
         ranks: how many ranks the axis holds.
-        local: the ranks of this process, in ascending order.
-        processes: the processes that hold any device of the mesh, in ascending order.
+        held: the ranks that each process holds, both in ascending order.
     """
 
+    mesh: Mesh
     sharding: NamedSharding
     ranks: int
-    local: tuple[int, ...]
-    processes: tuple[int, ...]
+    held: dict[int, tuple[int, ...]]
 
     @classmethod
     def of(cls, mesh: Mesh, axis_name: AxisName, *, caller: str) -> "Layout":
@@ -41,10 +41,22 @@ class Layout:
         """
         ranks = meshes.num_ranks(mesh, axis_name, caller=caller)
         sharding = meshes.row_sharding(mesh, axis_name)
-        places = sharding.addressable_devices_indices_map((ranks,)).values()
-        local = {index[0].start or 0 for index in places if index}
-        processes = {device.process_index for device in mesh.devices.flat}
-        return cls(sharding, ranks, tuple(sorted(local)), tuple(sorted(processes)))
+        held: dict[int, set[int]] = {}
+        for device, index in sharding.devices_indices_map((ranks,)).items():
+            held.setdefault(device.process_index, set()).add(index[0].start or 0)
+        return cls(
+            mesh, sharding, ranks, {each: tuple(sorted(held[each])) for each in sorted(held)}
+        )
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The processes that hold any device of the mesh, in ascending order."""
+        return tuple(self.held)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The ranks of this process, in ascending order."""
+        return self.held.get(jax.process_index(), ())
 
     def globally(self, rows: np.ndarray) -> jax.Array:
         """The global array of which every process gives its own ranks' rows.
@@ -69,3 +81,19 @@ class Layout:
 def id_dtype() -> Any:
     """What ids are on a device: int64 where x64 is on, else int32."""
     return jnp.result_type(int)
+
+
+def device_ids(ids: np.ndarray, *, caller: str) -> np.ndarray:
+    """Ids as they are on a device.
+
+    Raises:
+        ValueError: an id would be cut.
+    """
+    dtype = id_dtype()
+    if ids.size and ids.dtype.itemsize > dtype.itemsize and ids.max() > np.iinfo(dtype).max:
+        raise ValueError(
+            f"{caller}: ids must be of at most 32 bits while x64 is off, got {ids.max()}. JAX "
+            "would cut it without a word: switch jax_enable_x64 on, or shard the data set into "
+            "parts."
+        )
+    return ids.astype(dtype)

@@ -17,7 +17,7 @@ from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.multi_steps import WeightedMultiStepsState
 from jax_ddp_weighting.sums import WeightedSum
-from jax_ddp_weighting.terms import counts, named_terms
+from jax_ddp_weighting.terms import counts, named_terms, with_missing
 from jax_ddp_weighting.weighting import GlobalLoss, value_and_grad
 
 ENGINES = ("shard_map", "jit", "pmap")
@@ -163,7 +163,7 @@ def _with_accepted(
         batch, keys = rows
         rng = rng if keys is None else (keys,)
         sums, state = loss_fn(params, batch, *rng, state=state)
-        terms = named_terms(sums, coefficients)
+        terms = with_missing(named_terms(sums, coefficients), batch, coefficients)
         return {**terms, _ACCEPTED: WeightedSum(jnp.zeros(()), jnp.sum(batch.weights))}, state
 
     return with_accepted

@@ -55,6 +55,21 @@ def named_terms(sums: Any, coefficients: Mapping[str, Any] | None) -> dict[str, 
     return named
 
 
+def with_missing(
+    terms: dict[str, WeightedSum], batch: Any, coefficients: Mapping[str, Any] | None
+) -> dict[str, WeightedSum]:
+    """The terms, each divided also by what the batch's `missing` ranks weigh, if there are any."""
+    missing = getattr(batch, "missing", None)
+    if missing is None:
+        return terms
+    factors = coefficients or {"loss": 1.0}
+    weight = jnp.sum(missing)
+    return {
+        name: WeightedSum(each.total, each.weight + weight) if counts(factors[name]) else each
+        for name, each in terms.items()
+    }
+
+
 def counts(factor: Any) -> bool:
     """Whether a term has a part in the loss: a coefficient of plain 0 makes it a mere metric."""
     return not (isinstance(factor, int | float) and factor == 0)

@@ -26,7 +26,7 @@ from jax_ddp_weighting.sums import divided
 from jax_ddp_weighting.sums import valid_labels as valid_labels
 from jax_ddp_weighting.sums import weighted_sum as weighted_sum
 from jax_ddp_weighting.terms import LossFn as LossFn
-from jax_ddp_weighting.terms import counts, described, kept, unpacked
+from jax_ddp_weighting.terms import counts, described, kept, unpacked, with_missing
 from jax_ddp_weighting.terms import named_terms as named_terms
 
 
@@ -204,7 +204,8 @@ def value_and_grad(
             else:
                 out = loss_fn(params, *args)
                 sums, *aux = unpacked(out, "aux") if has_aux else (out,)
-            sums = jax.tree.map(jnp.asarray, named_terms(sums, coefficients))
+            sums = with_missing(named_terms(sums, coefficients), args[0], coefficients)
+            sums = jax.tree.map(jnp.asarray, sums)
             if axis_name is not None:
                 # Also what is the same on every rank, so that it is pulled back from every rank.
                 sums = mesh.vary(sums, axis_name)
