@@ -108,6 +108,7 @@ MODULES = {
     "weighting": "WeightedSum GlobalLoss weighted_sum valid_labels value_and_grad rank_share",
     "feed": "Batch batches",
     "train": "make_train_step make_nnx_train_step weighted_multi_steps",
+    "join": "join_batches",
     "evaluation": "gather_by_id evaluate",
     "agreement": "EpochRecord check_agreement manifest_hash DisagreementError",
     "norm": "BatchNorm NnxBatchNorm",
