@@ -63,15 +63,18 @@ def join_batches(
 
     If a stream raises, or changes form, every rank takes the steps before, and then every rank
     raises an error that names the rank, the step and the message. If a process does not come to a
-    step at all, the others name it after `timeout_s`, and at most a quarter of that or 10 s more. A
-    process that was killed may be reported by JAX before that, in its own words: over gloo, at
-    once, where an array of the step is read; everywhere when the heartbeat stops
-    (`heartbeat_timeout_seconds` of `jax.distributed.initialize`), by ending every process.
+    step at all, the others name it after `timeout_s`, and at most a quarter of that or 10 s more:
+    it was killed, has left the loop, or is slow. After that the devices are not to be used again.
+
+    What JAX itself does when a process is killed: over gloo, some of the others, not all, get an
+    error from whatever array they read next; `heartbeat_timeout_seconds` later (100, unless
+    `jax.distributed.initialize` was told otherwise) all are ended; at once, if it was process 0.
 
     Args:
         batches: this process's stream of host `Batch`es, whose rows its ranks share; or a sequence
             of such streams, one for each of its ranks on the mesh, in order. The first batches'
-            rows, the most of any rank, are what all batches are filled up to.
+            rows, the most of any rank, are what all batches are filled up to. Processes that share
+            a rank, on a mesh of further axes, must give it the same stream.
         mesh: a mesh with the axis.
         convention: "example", "active_ranks" or "initial_ranks"; the same on every process.
         axis_name: the data axis.
