@@ -102,6 +102,14 @@ def common_id_dtype(found: Sequence[Mapping[str, Any]], *, caller: str) -> np.dt
     return np.dtype(np.uint64)
 
 
+def sent_dtype(found: Sequence[Mapping[str, Any]], id_dtype: np.dtype) -> np.dtype:
+    """What ids travel as: half as wide where every one of them fits."""
+    spans = [each["span"] for each in found if "span" in each]
+    if spans and min(s[0] for s in spans) >= -(2**31) and max(s[1] for s in spans) < 2**31:
+        return np.dtype(np.int32)
+    return id_dtype
+
+
 @dataclass(frozen=True)
 class Places:
     """For each of many rows, the place of its id among the different ids, ascending."""
