@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting import exchange
 from jax_ddp_weighting.arguments import check_length
+from jax_ddp_weighting.places import common_id_dtype, places_by_id, sent_dtype
 from jax_ddp_weighting.predictions import (
     Leaf,
     Predictions,
@@ -16,10 +17,7 @@ from jax_ddp_weighting.predictions import (
     agreed_leaves,
     columns_like,
     columns_of,
-    common_id_dtype,
     conflict,
-    places_by_id,
-    sent_dtype,
 )
 from jax_ddp_weighting.rows import LocalRows
 
