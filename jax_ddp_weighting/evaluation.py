@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting import mesh as meshes
-from jax_ddp_weighting.feed import Batch
+from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.gathering import gather_by_id as gather_by_id
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.predictions import Predictions as Predictions

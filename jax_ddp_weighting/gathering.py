@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting import exchange
 from jax_ddp_weighting.arguments import check_length
+from jax_ddp_weighting.places import common_id_dtype, places_by_id, sent_dtype
 from jax_ddp_weighting.predictions import (
     Leaf,
     Predictions,
@@ -16,9 +17,7 @@ from jax_ddp_weighting.predictions import (
     agreed_leaves,
     columns_like,
     columns_of,
-    common_id_dtype,
     conflict,
-    places_by_id,
 )
 from jax_ddp_weighting.rows import LocalRows
 
@@ -108,9 +107,10 @@ def gather_by_id(
 
     keeps = to == "all" or jax.process_index() == 0
     gathered = np.empty(sum(counts) if keeps else 0, id_dtype)
-    size = exchange.rows_per_chunk(id_dtype.itemsize)
-    own = ([part.astype(id_dtype, copy=False)] for part in local.ids(size))
-    for place, (part,) in exchange.allgather_rows(own, counts, [(id_dtype, ())]):
+    sent = sent_dtype(read.heard, id_dtype)
+    size = exchange.rows_per_chunk(sent.itemsize)
+    own = ([part.astype(sent, copy=False)] for part in local.ids(size))
+    for place, (part,) in exchange.allgather_rows(own, counts, [(sent, ())]):
         if keeps:
             gathered[place : place + len(part)] = part
     table = None

@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting.arguments import check_epoch, check_length
 from jax_ddp_weighting.exchange import allgather_messages
+from jax_ddp_weighting.places import common_id_dtype, places_by_id
 from jax_ddp_weighting.plan import EpochPlan
 from jax_ddp_weighting.predictions import (
     Allocate,
@@ -25,10 +26,8 @@ from jax_ddp_weighting.predictions import (
     Table,
     agreed_leaves,
     columns_of,
-    common_id_dtype,
     conflict,
     dtype_of,
-    places_by_id,
 )
 from jax_ddp_weighting.rows import LocalRows
 

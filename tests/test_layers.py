@@ -17,7 +17,8 @@ JAX_HALF = [
     *["coordination", "mesh", "sums", "terms", "weighting", "batch", "layout", "forms", "feed"],
     *["multi_steps", "compiled", "step", "nnx_train", "train"],
     *["streams", "join"],
-    *["exchange", "predictions", "rows", "gathering", "parts", "evaluation", "agreement", "norm"],
+    *["exchange", "places", "predictions", "shards", "rows", "gathering", "parts", "evaluation"],
+    *["agreement", "norm"],
     *["differences", "additive", "parity", "conventions", "effective", "naming", "diagnosis"],
 ]
 # The command line; beside what it starts without JAX, what only some commands import.
