@@ -178,8 +178,11 @@ def _with_padding(batch: Batch) -> Batch:
     rows = len(batch.weights)
     order = np.concatenate([np.arange(rows), np.arange(-(-rows // 2))])
     padded = jax.tree.map(lambda leaf: leaf[order], batch)
-    weights = np.where(np.arange(len(order)) < rows, padded.weights, 0)
-    return replace(padded, weights=weights.astype(batch.weights.dtype))
+    real = np.arange(len(order)) < rows
+    weights, missing = jax.tree.map(
+        lambda leaf: np.where(real, leaf, np.zeros_like(leaf)), (padded.weights, padded.missing)
+    )
+    return replace(padded, weights=weights, missing=missing)
 
 
 def _parts(splits: Sequence[Sequence[int]] | None, rows: int) -> list[tuple[int, ...]]:

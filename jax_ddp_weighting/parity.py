@@ -177,7 +177,11 @@ def _dealt(batch: Batch, split: tuple[int, ...], microbatches: int) -> Batch:
     real = np.concatenate([np.arange(width) < size for size in split])
     rows = np.where(real, np.concatenate(places), 0)  # filled with copies of the first row
     dealt = jax.tree.map(lambda leaf: leaf[rows], batch)
-    return replace(dealt, weights=np.where(real, dealt.weights, np.zeros_like(dealt.weights)))
+    # what fills a rank up weighs nothing, in no denominator
+    kept = jax.tree.map(
+        lambda leaf: np.where(real, leaf, np.zeros_like(leaf)), (dealt.weights, dealt.missing)
+    )
+    return replace(dealt, weights=kept[0], missing=kept[1])
 
 
 def _message(report: ParityReport, microbatches: int) -> str:
