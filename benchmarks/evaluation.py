@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from ratios import headed, keep
 
 PROCESSES = 2
 SIZES = {100_000: 7, 1_000_000: 5, 10_000_000: 3}  # rows, and rounds
@@ -37,6 +38,7 @@ def line(what: str, seconds: list[float], reference: list[float] | None = None) 
     if reference is not None:
         value = statistics.median(reference) / statistics.median(seconds)
         ratio = f"   {value:.1f} times as fast as the first"
+        keep(what, 1 / value)
     print(f"  {what:<44}{shown(seconds)}{ratio}", flush=True)
 
 
@@ -119,7 +121,7 @@ def one_process(rank: int, jax_port: int, torch_port: int) -> None:
             timings[2].append(ours(steps, None, n))
         if rank == 0:
             result = n * (8 + 4 * int(np.prod(shape)))
-            print(f" n = {n:,}, {what} a row, {ROWS} rows per process and batch")
+            headed(f" n = {n:,}, {what} a row, {ROWS} rows per process and batch")
             line("accelerate, gather_for_metrics", timings[0])
             line("gather_by_id, num_examples known", timings[1], timings[0])
             line("gather_by_id, num_examples unknown", timings[2], timings[0])
@@ -135,7 +137,7 @@ def one_process(rank: int, jax_port: int, torch_port: int) -> None:
 
 
 def two_processes() -> None:
-    print(f"{PROCESSES} processes gather", flush=True)
+    headed(f"{PROCESSES} processes gather")
     ports = []
     for _ in range(2):
         with socket.socket() as probe:
@@ -155,14 +157,14 @@ def by_unique(ids, weights, predictions):
 
 
 def one_alone() -> None:
-    print("One process puts rows in the order of their ids, one in a hundred of them padding")
+    headed("One process puts rows in the order of their ids, one in a hundred of them padding")
     for n, rounds in SIZES.items():
         order = np.random.default_rng(0).permutation(n)
         ids = np.concatenate([order, order[: n // 100]])
         weights = (np.arange(len(ids)) < n).astype(np.int32)
         rows = ids, weights, ids.astype(np.float32)
         timings = alone(rows, n, rounds)
-        print(f" n = {n:,}")
+        headed(f" n = {n:,}")
         line("np.unique with return_index, and a take", timings[0])
         line("gather_by_id, num_examples known", timings[1], timings[0])
         line("gather_by_id, num_examples unknown", timings[2], timings[0])

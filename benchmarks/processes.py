@@ -13,13 +13,19 @@ import subprocess
 import sys
 import time
 
+from ratios import headed, keep
+
 ROUNDS, STEPS, CHECKS = 7, 60, 100
 ROWS, WIDTH = 64, 256  # of a rank's batch
 
 
 def line(what, seconds, reference=None):
     median, low, high = (f(seconds) * 1e3 for f in (statistics.median, min, max))
-    ratio = f"   {median / statistics.median(reference) / 1e3:.2f} of it" if reference else ""
+    ratio = ""
+    if reference:
+        value = median / statistics.median(reference) / 1e3
+        keep(what, value)
+        ratio = f"   {value:.2f} of it"
     print(f"  {what:<44}{median:8.3f} ms ({low:.3f} to {high:.3f}){ratio}", flush=True)
 
 
@@ -104,7 +110,7 @@ def main():
     if len(sys.argv) > 1:
         return one_process(*map(int, sys.argv[1:]))
     for processes in (2, 4):
-        print(f"{processes} processes, {ROWS} rows of {WIDTH} each, {os.cpu_count()} cores")
+        headed(f"{processes} processes, {ROWS} rows of {WIDTH} each, {os.cpu_count()} cores")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

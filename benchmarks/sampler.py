@@ -17,6 +17,7 @@ from itertools import count
 import grain
 import numpy as np
 import torch
+from ratios import headed, keep
 from torch.utils.data import BatchSampler
 from torch.utils.data import DistributedSampler as TorchSampler
 
@@ -50,6 +51,7 @@ def line(what: str, timing: Timing, reference: Timing | None = None, **unit) -> 
     ratio = ""
     if reference is not None:
         value = statistics.median(timing) / statistics.median(reference)
+        keep(what, value)
         ratio = (
             f"   {value:8.4f} of the first"
             if value > 1e-3
@@ -59,7 +61,7 @@ def line(what: str, timing: Timing, reference: Timing | None = None, **unit) -> 
 
 
 def epochs() -> None:
-    print(f"One rank's ids of one epoch as Python ints, {RANKS} ranks")
+    headed(f"One rank's ids of one epoch as Python ints, {RANKS} ranks")
     for n, rounds in ((10_000, 50), (1_000_000, 9), (10_000_000, 5)):
         samplers = [
             TorchSampler(range(n), RANKS, 3),
@@ -72,14 +74,14 @@ def epochs() -> None:
             list(sampler)
 
         timings = timed(rounds, *(lambda epoch, s=sampler: read(epoch, s) for sampler in samplers))
-        print(f" n = {n:,}")
+        headed(f" n = {n:,}")
         line("torch DistributedSampler", timings[0])
         line("ours, torch order", timings[1], timings[0])
         line("ours, keyed order", timings[2], timings[0])
 
 
 def orders() -> None:
-    print("The whole order")
+    headed("The whole order")
     for n, rounds in ((1_000_000, 9), (10_000_000, 5)):
         theirs, ours = timed(
             rounds,
@@ -88,7 +90,7 @@ def orders() -> None:
             ).tolist(),
             lambda epoch, n=n: torch_order(n, epoch),
         )
-        print(f" n = {n:,}")
+        headed(f" n = {n:,}")
         line("torch randperm, tolist", theirs)
         line("torch_order", ours, theirs)
 
@@ -117,7 +119,7 @@ def per_id() -> None:
             source[i]
 
     slicing, shuffling, ours, single = timed(9, sliced, shuffled, keyed, by_ones)
-    print(f"One id, n = {n:,}, {RANKS} ranks")
+    headed(f"One id, n = {n:,}, {RANKS} ranks")
     nanoseconds = {"unit": 1e-9, "name": "ns"}
     per = {"per": few, **nanoseconds}
     line("grain MapDataset slice", slicing, **per)
@@ -127,6 +129,8 @@ def per_id() -> None:
     medians = [
         statistics.median(t) / k for t, k in ((slicing, few), (shuffling, few), (ours, size))
     ]
+    keep("ours, keyed order, as arrays, to grain's slice", medians[2] / medians[0])
+    keep("ours, keyed order, as arrays, to grain's slice and shuffle", medians[2] / medians[1])
     print(f"  per id, ours is {medians[0] / medians[2]:.0f} times as fast as grain's slice,")
     print(f"  and {medians[1] / medians[2]:.0f} times as fast as its slice and shuffle")
 
@@ -145,7 +149,7 @@ def batching() -> None:
             plan.batch(epoch, step, ranks=[3])
 
     timings = timed(7, torchs, *(lambda epoch, p=plan: ours(epoch, p) for plan in plans))
-    print(f"One rank's batches of {size} of one epoch, n = {n:,}, {RANKS} ranks")
+    headed(f"One rank's batches of {size} of one epoch, n = {n:,}, {RANKS} ranks")
     line("torch BatchSampler over DistributedSampler", timings[0])
     line("EpochPlan.batch, torch order", timings[1], timings[0])
     line("EpochPlan.batch, keyed order", timings[2], timings[0])
@@ -157,7 +161,7 @@ def audit_by_hand(ids: list[int], n: int) -> tuple[dict[int, int], list[int]]:
 
 
 def auditing() -> None:
-    print("The audit of an epoch in torch's padded order, by slot")
+    headed("The audit of an epoch in torch's padded order, by slot")
     for n, rounds in ((1_000_001, 7), (10_000_001, 3)):
         plan = EpochPlan(n, RANKS, 1, tail="repeat")
         slots = [plan.slots(0, rank) for rank in range(RANKS)]
@@ -169,7 +173,7 @@ def auditing() -> None:
             lambda _, ids=ids, n=n: audit_ids(ids, n),
             lambda _, ids=ids, n=n, weights=weights: audit_ids(ids, n, weights=weights),
         )
-        print(f" n = {n:,}")
+        headed(f" n = {n:,}")
         unit = {"per": len(listed), "unit": 1e-9, "name": "ns"}
         line("collections.Counter", timings[0], **unit)
         line("audit_ids", timings[1], timings[0], **unit)

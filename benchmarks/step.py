@@ -28,6 +28,7 @@ import optax
 from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from ratios import keep
 
 from jax_ddp_weighting import Batch, data_mesh, force_cpu_devices, make_train_step, weighted_sum
 from jax_ddp_weighting import mesh as meshes
@@ -278,6 +279,10 @@ def compare(
         found = ratios(mine, other, rounds, calls)
         quarter = len(found) // 4
         times = f" x {len(batches)}" if len(batches) > 1 else ""
+        keep(
+            f"{model.name}, {ranks} ranks, {microbatches} microbatches, to {name}",
+            statistics.median(found),
+        )
         flops = "" if times else f"{program.flops / theirs.flops:.4f}"
         print(
             f"{model.name:12} {ranks:2} {microbatches:3}  {name:10} "

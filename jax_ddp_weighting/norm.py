@@ -32,7 +32,7 @@ class BatchNorm(nn.BatchNorm):
     Constructor, parameters, collections and names are flax's, so that a model swaps the class, and
     passes on `weights`. Each microbatch is normalised by its own statistics, as everywhere.
 
-    Args:
+    Attributes:
         axis_name: the mapped data axis (or a tuple of axes) inside `shard_map`, `pmap` or `vmap`;
             None for the global view of `jit`, and for one device. All other fields are flax's.
 
@@ -103,7 +103,7 @@ class NnxBatchNorm(nnx.BatchNorm):
 
     Constructor and state are flax's, so that a model swaps the class, and passes on `weights`.
 
-    Args:
+    Attributes:
         axis_name: the mapped data axis (or a tuple of axes) inside `shard_map`, `pmap` or `vmap`;
             None for the global view of `jit`, and for one device. All other arguments are flax's.
 

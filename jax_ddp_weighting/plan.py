@@ -52,13 +52,11 @@ class EpochPlan:
     the order, so that one step over all ranks is a contiguous run of it. Past the data, ids repeat
     from the order's start; `tail` decides what they weigh.
 
-    ==========  ====================================  ===========================================
-    `tail`      slots beyond the data                 an epoch is
-    ==========  ====================================  ===========================================
-    "mask"      repeated ids at weight 0              every id exactly once
-    "repeat"    repeated ids at weight 1, as torch    every id at least once
-    "drop"      cut, to whole steps of all ranks      no copies, less than a step's rows left out
-    ==========  ====================================  ===========================================
+    | `tail`   | slots beyond the data               | an epoch is                              |
+    |----------|-------------------------------------|------------------------------------------|
+    | "mask"   | repeated ids at weight 0            | every id exactly once                    |
+    | "repeat" | repeated ids at weight 1, as torch  | every id at least once                   |
+    | "drop"   | cut, to whole steps of all ranks    | no copies, less than a step left out     |
 
     Args:
         num_examples: length of the dataset, at most ``2**62``.

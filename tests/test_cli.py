@@ -310,7 +310,7 @@ def test_diagnose_names_a_users_convention(users, capsys):
         ("parity users:a_mean", r"loss_fn must return a WeightedSum"),
         ("parity users:case --split 3", r"splits must deal out all 5 rows, got \(3,\)"),
         ("parity users:case --split 3;2", r"--split must be rows per rank, got '3;2'"),
-        ("parity users:case --engine pmop", r"engine must be one of"),
+        ("parity users:case --engine pmop", r"engines must be a list of some of jit"),
         ("parity --split 1,1,1,1,1,1,1,1,1", r"9"),
         ("parity -k 0", r"microbatches must be an integer of at least 1, got 0"),
         ("diagnose", r"Missing argument"),

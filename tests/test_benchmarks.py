@@ -1,0 +1,68 @@
+"""The runner of the benchmarks: one table of ratios, kept, and compared with the run before."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FAKE = """
+import sys
+from pathlib import Path
+from ratios import headed, keep
+
+if __name__ == "__main__":
+    headed("Sorting")
+    headed(" n = 10")
+    keep("ours", 0.5 * {factor})
+    headed(" n = 20")
+    keep("ours", 0.25)
+    sys.exit({status})
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(folder / "benchmarks"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def prepared(folder: Path, factor: float = 1, status: int = 0) -> Path:
+    (folder / "benchmarks").mkdir(exist_ok=True)
+    for name in ("__main__.py", "ratios.py"):
+        shutil.copy(ROOT / "benchmarks" / name, folder / "benchmarks")
+    (folder / "benchmarks" / "sorting.py").write_text(FAKE.format(factor=factor, status=status))
+    return folder
+
+
+def test_ratios_are_kept_and_compared_with_the_run_before(tmp_path):
+    first = run(prepared(tmp_path))
+    assert first.returncode == 0, first.stderr
+    (kept,) = (tmp_path / ".benchmarks").glob("*.json")
+    assert json.loads(kept.read_text())["ratios"] == {
+        "sorting": {"Sorting | n = 10 | ours": 0.5, "Sorting | n = 20 | ours": 0.25}
+    }
+    second = run(prepared(tmp_path, factor=1.5), "sorting", "--against", str(kept))
+    assert second.returncode == 0, second.stderr
+    assert re.search(r"n = 10 . ours +\S+ 0\.75 +\S+ 0\.5 +\S+ \+50% !", second.stdout)
+    assert re.search(r"n = 20 . ours +\S+ 0\.25 +\S+ 0\.25 +\S+ \+0% ", second.stdout)
+
+
+def test_a_benchmark_that_fails_is_said(tmp_path):
+    ran = run(prepared(tmp_path, status=3))
+    assert ran.returncode == 1
+    assert "failed: sorting" in ran.stderr
+
+
+def test_an_unknown_benchmark_is_refused(tmp_path):
+    ran = run(prepared(tmp_path), "sortign")
+    assert ran.returncode == 2
+    assert "no benchmark sortign; there are sorting" in ran.stderr
+
+
+def test_every_benchmark_of_ours_keeps_its_ratios():
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        source = path.read_text()
+        if path.name != "__main__.py" and "__main__" in source:
+            assert re.search(r"^from ratios import .*\bkeep\b", source, re.MULTILINE), path.name
