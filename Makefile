@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch lint types format clean
+.PHONY: demo test test-torch test-browser docs bench gallery lint types format clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/digits.py
@@ -14,6 +14,20 @@ test: $(VENV)/.installed-test
 # The comparisons with live torch and grain, which the base suite does without.
 test-torch: $(VENV)/.installed-torch
 	$(BIN)/python -m pytest tests/live
+
+# The report's page in a real browser; needs a chromium on the PATH.
+test-browser: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/browser
+
+# What diagnose says of common spellings, torch's DDP among them.
+gallery: $(VENV)/.installed-torch
+	$(BIN)/python examples/gallery.py
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m mkdocs build --strict
+
+bench: $(VENV)/.installed-torch
+	$(BIN)/python benchmarks
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -37,7 +51,7 @@ $(BIN)/python:
 # torch first and by version, so that pip never takes another build for a looser range
 $(VENV)/.installed-torch: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[test,torch,grain]'
+	$(BIN)/python -m pip install --quiet -e '.[test,torch,grain,bench]'
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
