@@ -14,6 +14,7 @@ from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.step import (
     StepOptions,
     StepReport,
+    applied_unless,
     check_call,
     check_optimizer_args,
     check_takes,
@@ -101,16 +102,16 @@ def make_nnx_train_step(
         if windows:
             extra = {"weight": window_weight(report, coefficients), **extra}
 
-        def applied() -> Any:
+        def applied(carried: Any) -> Any:
+            params, optimizer = carried
             model = nnx.merge(model_def, params, keys, state["variables"], copy=True)
             updated = jax.tree.map(lambda leaf: leaf, optimizer)
             updated.update(model, gradients, **extra)
             return nnx.state(model, optimizer.wrt), updated
 
-        if windows:
-            params, optimizer = applied()
-        else:
-            params, optimizer = jax.lax.cond(report.skipped, lambda: (params, optimizer), applied)
+        trained = (params, optimizer)
+        trained = applied(trained) if windows else applied_unless(report.skipped, applied, trained)
+        params, optimizer = trained
         return (model_def, params, keys, state["variables"], optimizer), report
 
     run = compiled_once(step, options.mesh, axis_name)

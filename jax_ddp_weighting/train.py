@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
@@ -16,6 +15,7 @@ from jax_ddp_weighting.multi_steps import weighted_multi_steps as weighted_multi
 from jax_ddp_weighting.nnx_train import make_nnx_train_step as make_nnx_train_step
 from jax_ddp_weighting.step import (
     StepOptions,
+    applied_unless,
     check_call,
     check_optimizer_args,
     check_takes,
@@ -121,12 +121,11 @@ def make_train_step(
         if windows:
             extra = {"weight": window_weight(report, coefficients), **extra}
 
-        def applied() -> Any:
+        def applied(state: Any) -> Any:
             return _applied(state, gradients, collections, extra)
 
-        if windows:
-            return applied(), report
-        return jax.lax.cond(report.skipped, lambda: state, applied), report
+        state = applied(state) if windows else applied_unless(report.skipped, applied, state)
+        return state, report
 
     run = compiled_once(step, options.mesh, axis_name)
 
