@@ -3,31 +3,33 @@
 import base64
 import json
 import pickle
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jax_ddp_weighting import coordination
-from jax_ddp_weighting import mesh as meshes
 from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.coordination import Meeting, differing, named
 from jax_ddp_weighting.layout import Layout
 from jax_ddp_weighting.mesh import AxisName
+from jax_ddp_weighting.stopping import (
+    ENDED,
+    FAILED,
+    GOES_ON,
+    answered,
+    asked,
+    raise_failure,
+    state_of,
+    whose,
+)
 from jax_ddp_weighting.streams import Stream
 
 CONVENTIONS = ("example", "active_ranks", "initial_ranks")
 """What a step's gradient is divided by where ranks have unequal data, or none any more."""
-
-_ENDED, _GOES_ON, _FAILED = range(3)
-# One number would do. But XLA's CPU client runs small computations in the thread that asks for
-# them, where nothing could bound the wait for the other processes.
-_STATE_WIDTH = 4096
 
 
 def join_batches(
@@ -51,11 +53,11 @@ def join_batches(
     "initial_ranks"   all ranks, ended ones too: what is left pulls less and less (torch's default)
     ================  =============================================================================
 
-    The last two rescale the rows' weights to one vote a stream. They do so per row: a loss that
-    multiplies in weights of its own, per token, keeps their proportions within a stream only
-    roughly. A stream whose rows all weigh 0 in a step has no mean to vote with. Under
-    "initial_ranks" the votes that are missing are in `Batch.missing`, which `value_and_grad` and
-    the training steps count in; your own reduction must too.
+    The last two rescale the rows' weights to one vote a stream. They do so per row: under a
+    loss that multiplies in weights of its own, per token, a stream has as many votes as its rows
+    have tokens on average. A stream whose rows all weigh 0 in a step has no mean to vote with.
+    Under "initial_ranks" the votes that are missing are in `Batch.missing`, which `value_and_grad`
+    and the training steps count in; your own reduction must too.
 
     Whether anybody goes on is agreed by the devices, one step ahead: a number per rank whose
     maximum is started before the step that runs meanwhile and read after it, so the devices never
@@ -154,17 +156,17 @@ def _joined(
     streams = [Stream(iterator, ranks) for iterator, ranks in iterators]
     state = _opened(streams, layout, meeting, convention, timeout_s)
     step = 0
-    while state == _GOES_ON:
+    while state == GOES_ON:
         taken = [_voting(stream.take(), convention) for stream in streams]
         rows = jax.tree.map(lambda *parts: np.concatenate(parts), *taken)
         batch = jax.tree.map(layout.globally, rows)
         # asked before the step that the caller runs on this batch, and read after
-        answer = _asked(_state(streams), layout)
+        answer = asked(state_of(streams), layout)
         yield batch
         step += 1
-        state = _answered(answer, meeting, layout, step, timeout_s)
-    if state == _FAILED:
-        _raise_failure(streams, meeting, layout, step, timeout_s)
+        state = answered(answer, meeting, layout, step, timeout_s)
+    if state == FAILED:
+        raise_failure(streams, meeting, layout, step, timeout_s)
 
 
 def _voting(batch: Batch, convention: str) -> Batch:
@@ -202,8 +204,8 @@ def _opened(
     for stream in streams:
         stream.settle(concluded["rows"], _unpacked(concluded["like"]))
     if concluded["failed"]:
-        return _FAILED
-    return _GOES_ON if concluded["rows"] else _ENDED
+        return FAILED
+    return GOES_ON if concluded["rows"] else ENDED
 
 
 def _judged_opening(said: dict[int, str], *, layout: Layout, timeout_s: float) -> str:
@@ -214,7 +216,7 @@ def _judged_opening(said: dict[int, str], *, layout: Layout, timeout_s: float) -
     trouble = ""
     if absent:
         trouble = (
-            f"join_batches: {_whose(absent, layout)} absent, without a first batch after "
+            f"join_batches: {whose(absent, layout)} absent, without a first batch after "
             f"{timeout_s:g} s. Look at the logs of the absent: they are gone or slow; timeout_s "
             "gives more time."
         )
@@ -241,94 +243,3 @@ def _packed(like: Batch) -> str:
 
 def _unpacked(text: str | None) -> Batch | None:
     return None if text is None else pickle.loads(base64.b64decode(text))
-
-
-# --- every further step ---------------------------------------------------------------------------
-
-
-def _state(streams: list[Stream]) -> int:
-    if any(stream.failure for stream in streams):
-        return _FAILED
-    return _GOES_ON if any(stream.upcoming is not None for stream in streams) else _ENDED
-
-
-def _asked(state: int, layout: Layout) -> Any:
-    """The greatest state of all ranks; still on its way, where there are several processes."""
-    if len(layout.processes) == 1:
-        return state
-    states = layout.globally(np.full((len(layout.local), _STATE_WIDTH), state, np.int8))
-    return _greatest(meshes.replicated_sharding(layout.mesh))(states)
-
-
-@cache
-def _greatest(everywhere: NamedSharding) -> Any:
-    return jax.jit(jnp.max, out_shardings=everywhere)
-
-
-def _answered(answer: Any, meeting: Meeting, layout: Layout, step: int, timeout_s: float) -> int:
-    """The state, waited for no longer than `timeout_s`; then the absent are named."""
-    if isinstance(answer, int):
-        return answer
-    stalled = meeting.aside("stalled")
-    grace = min(timeout_s / 4, 10.0)
-    reason = ""
-    start = time.monotonic()
-    look, pause = start + grace / 2, 1e-4
-    while not answer.is_ready():
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-2)
-        now = time.monotonic()
-        if now - start > timeout_s:
-            stalled.call()
-            break
-        if now > look:
-            if stalled.called():
-                break
-            look = now + grace / 2
-    else:
-        try:
-            return int(answer.addressable_data(0))
-        except jax.errors.JaxRuntimeError as error:
-            reason = f"the devices say: {str(error).splitlines()[0]}"
-            stalled.call()
-
-    def judge(said: dict[int, str]) -> str:
-        absent = [process for process in layout.processes if process not in said]
-        who = f"{_whose(absent, layout)} absent" if absent else "all ranks waited"
-        return (
-            f"join_batches: {who} at step {step}, {reason or f'after {timeout_s:g} s'}. Look at "
-            "the logs of the absent: they are gone, have left the loop, or their stream is slow; "
-            "timeout_s gives more time."
-        )
-
-    raise RuntimeError(stalled.conclude("", judge, timeout_s=grace))
-
-
-def _raise_failure(
-    streams: list[Stream], meeting: Meeting, layout: Layout, step: int, timeout_s: float
-) -> None:
-    failures = {
-        named(stream.ranks): f"{type(stream.failure).__name__}: {stream.failure}"
-        for stream in streams
-        if stream.failure
-    }
-
-    def judge(said: dict[int, str]) -> str:
-        told = []
-        for process, text in said.items():
-            for ranks, failure in json.loads(text).items():
-                told.append(f"{ranks} (process {process}): {failure}")
-        return (
-            f"join_batches: the stream failed at step {step} on {'; on '.join(told)}. Every rank "
-            f"stops here, after {step} steps."
-        )
-
-    text = meeting.aside("failed").conclude(json.dumps(failures), judge, timeout_s=timeout_s)
-    cause = next((stream.failure for stream in streams if stream.failure), None)
-    raise RuntimeError(text) from cause
-
-
-def _whose(processes: Sequence[int], layout: Layout) -> str:
-    """The ranks of processes, and the processes."""
-    ranks = [rank for process in processes for rank in layout.held[process]]
-    return f"{named(ranks)} ({named(processes, 'process')})"

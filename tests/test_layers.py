@@ -16,7 +16,7 @@ NUMPY_HALF = [
 JAX_HALF = [
     *["coordination", "mesh", "sums", "terms", "weighting", "batch", "layout", "forms", "feed"],
     *["multi_steps", "compiled", "step", "nnx_train", "train"],
-    *["streams", "join"],
+    *["streams", "stopping", "join"],
     *["exchange", "places", "predictions", "shards", "rows", "gathering", "parts", "evaluation"],
     *["agreement", "norm"],
     *["differences", "additive", "parity", "conventions", "effective", "naming", "diagnosis"],
