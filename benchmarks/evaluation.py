@@ -10,6 +10,7 @@ gathers and of joining them at the end, without that of its loader. Ours is one 
 accelerate's rows come in the order of the ranks; ours are by id, each id once, and checked.
 """
 
+import ctypes
 import gc
 import os
 import re
@@ -50,6 +51,7 @@ def peak(call) -> int:
         return int(found.group(1)) * 1024
 
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed before would be used unseen
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
     before = status("VmRSS")
     call()

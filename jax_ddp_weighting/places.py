@@ -84,7 +84,7 @@ def places_by_id(
         CoverageError: ids are missing or out of range.
     """
     if num_examples is None or ids.dtype.kind not in "iu":
-        places = _ranked(ids)
+        places = _without_gaps(ids) or _ranked(ids)
         if num_examples is not None and len(places.ids) != num_examples:
             raise CoverageError(
                 f"{caller}: {len(places.ids)} different ids found, num_examples is {num_examples}. "
@@ -111,6 +111,20 @@ def _is_permutation(ids: Integer[np.ndarray, " rows"], num_examples: int) -> boo
     met = np.zeros(num_examples, bool)
     met[ids] = True  # as many ids as places: each place is met by one
     return bool(met.all())
+
+
+def _without_gaps(ids: Shaped[np.ndarray, " rows"]) -> Places | None:
+    """The places of integers that are one run without gaps or copies: nothing to sort."""
+    if not len(ids) or ids.dtype.kind not in "iu":
+        return None
+    low, high = int(ids.min()), int(ids.max())
+    if high - low != len(ids) - 1:
+        return None
+    ids -= ids.dtype.type(low)
+    if not _is_permutation(ids, len(ids)):
+        ids += ids.dtype.type(low)
+        return None
+    return Places(np.arange(low, high + 1, dtype=ids.dtype), ids.astype(np.int64, copy=False), None)
 
 
 def _ranked(ids: Shaped[np.ndarray, " rows"]) -> Places:

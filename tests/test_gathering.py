@@ -32,6 +32,8 @@ def oracle(ids, weights, predictions):
         ([2, 2], [0.5, 0.25], [7, 7]),  # weights are no counts
         ([5, 3], [True, False], [1, 2]),
         ([2**62, -(2**62), 0], [1, 1, 1], [1, 2, 3]),  # too far apart for one sorted word
+        ([6, 8, 5, 7], [1, 1, 1, 1], [1, 2, 3, 4]),  # one run, which needs no sorting
+        ([6, 8, 5, 8], [1, 1, 1, 1], [1, 2, 3, 2]),  # and what looks like one
         ([2**40 + 1, 1], [1, 1], [1, 2]),  # int32 would make one id of them
         (["b", "a", "ab"], [1, 1, 1], [1, 2, 3]),
         ([4, 4], [0, 0], [1, 2]),
@@ -89,6 +91,7 @@ def test_nan_agrees_with_nan_and_bits_survive():
 def test_ids_keep_64_bits_and_their_sign():
     large = np.array([2**64 - 1, 2**63, 5], np.uint64)
     assert gather_by_id(large, None, [1, 2, 3]).ids.tolist() == [5, 2**63, 2**64 - 1]
+    assert gather_by_id(large[:1] - np.uint64([1, 0]), None, [1, 2]).ids[1] == 2**64 - 1
     assert gather_by_id(np.array([7], np.uint8), None, [1]).ids.dtype == np.int64
 
 
