@@ -1,10 +1,8 @@
 """Every benchmark, one table of ratios, and what became of them since an earlier run.
 
-`python benchmarks` runs all of them, some of them for minutes; `python benchmarks step` one. A
-ratio is the time of ours over that of what it is compared with in the same run: below 1, ours is
-faster.
-Each run is kept as JSON in `.benchmarks`, and compared with the latest before it, or with
-`--against FILE`.
+`python benchmarks` runs all of them, some for minutes; `python benchmarks step` one. A ratio is the
+time of ours over that of what it is compared with in the same run: below 1, ours is faster. Each
+run is kept as JSON in `.benchmarks`, and compared with the latest before it, or `--against FILE`.
 """
 
 import argparse

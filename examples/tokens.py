@@ -113,31 +113,27 @@ def loss_fn(params, batch):
 # --- conventions ----------------------------------------------------------------------------------
 
 
-@jax.jit
 def sums_of(params, batch):
-    """The gradient of a microbatch's summed loss, and its weight: all that a convention sees."""
+    """Each row's gradient of its summed loss, and its weight: all that a convention gets to see."""
 
-    def total(params):
-        local = loss_fn(params, batch)
+    def row_total(params, row):
+        local = loss_fn(params, jax.tree.map(lambda leaf: leaf[None], row))
         return local.total, local.weight
 
-    gradients, weight = jax.grad(total, has_aux=True)(params)
-    return ravel_pytree(gradients)[0], weight
+    by_row = jax.jit(jax.vmap(jax.grad(row_total, has_aux=True), in_axes=(None, 0)))
+    gradients, weights = by_row(params, batch)
+    gradients = jax.vmap(lambda tree: ravel_pytree(tree)[0])(gradients)
+    return np.asarray(gradients, float), np.asarray(weights, float)
 
 
-def rows_of(batch, rows):
-    return jax.tree.map(lambda leaf: leaf[rows], batch)
-
-
-def conventions(params, batch, microbatches):
+def conventions(gradients, weights, microbatches):
     """What code in use makes of one step of `RANKS` ranks and some microbatches.
 
-    Each gets the gradients and the weights of the same microbatches, ``[rank, microbatch]``.
+    Gradients and weights are summed over the rows of each (rank, microbatch) first.
     """
-    rows = np.arange(RANKS * ROWS_PER_RANK).reshape(RANKS, -1, microbatches).swapaxes(1, 2)
-    parts = [[sums_of(params, rows_of(batch, part)) for part in rank] for rank in rows]
-    gradients = np.array([[np.asarray(part[0], float) for part in rank] for rank in parts])
-    weights = np.array([[float(part[1]) for part in rank] for rank in parts])[..., None]
+    shape = (RANKS, -1, microbatches)  # row j of a rank belongs to microbatch j % microbatches
+    gradients = gradients.reshape(*shape, gradients.shape[-1]).sum(1)
+    weights = weights.reshape(shape).sum(1)[..., None]
     tokens = LENGTH * ROWS_PER_RANK / microbatches
     return {
         "mean of means": (gradients / np.maximum(weights, 1)).mean((0, 1)),
@@ -149,8 +145,8 @@ def conventions(params, batch, microbatches):
 
 def errors_of(params, batch, mesh):
     """Relative gradient errors against one device that holds the batch, by convention."""
-    total, weight = sums_of(params, batch)
-    right = np.asarray(total, float) / float(weight)
+    by_row, weights = sums_of(params, batch)
+    right = by_row.sum(0) / weights.sum()
 
     def off(gradient):
         return float(np.linalg.norm(gradient - right) / np.linalg.norm(right))
@@ -166,7 +162,7 @@ def errors_of(params, batch, mesh):
         )
         gradients = jax.jit(mapped)(params, batch)[1]
         found = {"ours": np.asarray(ravel_pytree(gradients)[0], float)}
-        found |= conventions(params, batch, microbatches)
+        found |= conventions(by_row, weights, microbatches)
         for name, gradient in found.items():
             errors.setdefault(name, []).append(off(gradient))
     return errors
@@ -179,7 +175,13 @@ def plotted(errors, path):
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, values in errors.items():
-        axes.loglog(MICROBATCHES, values, marker="o", label=name, lw=3 if name == "ours" else 1.5)
+        axes.loglog(
+            MICROBATCHES,
+            np.maximum(values, 1e-8),
+            marker="o",
+            label=name,
+            lw=3 if name == "ours" else 1.5,
+        )
     axes.set(xlabel="microbatches per step", ylabel="relative error of the gradient")
     axes.grid(alpha=0.3)
     axes.set_xticks(MICROBATCHES, MICROBATCHES)
