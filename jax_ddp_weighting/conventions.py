@@ -196,6 +196,7 @@ SCHEMES = (
         "every weight above 0 for 1",
         lambda w: _right((w > 0).astype(float)),
     ),
+    Scheme("unknown", "weights cut to whole numbers", lambda w: _right(np.floor(w))),
     Scheme(
         "unknown",
         "the weighted losses over the number of tokens that weigh anything",
@@ -262,7 +263,8 @@ def matches(seen: Sequence[Seen], *, rtol: float) -> list[Match]:
 
 def deviation(counted: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference, relative to the largest expected count."""
-    return float(np.max(np.abs(counted - expected)) / np.max(np.abs(expected)))
+    gap, size = np.max(np.abs(counted - expected)), np.max(np.abs(expected))
+    return float(gap / size) if size else float(np.inf if gap else 0.0)
 
 
 def structural(ranks: int, microbatches: int, match: Match) -> list[str]:

@@ -6,18 +6,23 @@ from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import regimes
+from flax.training.train_state import TrainState
 from jax import lax
 
 from jax_ddp_weighting import (
     Batch,
+    data_mesh,
     diagnose,
     diagnose_step,
     diagnose_weights,
+    make_train_step,
     rank_share,
     value_and_grad,
     weighted_sum,
@@ -240,7 +245,8 @@ def test_candidates_of_different_names_are_equal_or_far_apart(ranks, microbatche
         ]
     )
     seen = seen.reshape(len(found), len(laid_out), -1)
-    gaps = np.abs(seen[:, None] - seen[None]).max(axis=-1) / np.abs(seen).max(axis=-1)[None]
+    sizes = np.abs(seen).max(axis=-1)[None]
+    gaps = np.abs(seen[:, None] - seen[None]).max(axis=-1) / np.where(sizes, sizes, 1.0)
     gaps = gaps.max(axis=-1)
     names = np.array([each.convention for each in found])
     gaps = gaps[names[:, None] != names[None]]
@@ -430,6 +436,10 @@ UNNAMED = {
         lambda losses, w: (losses * (w > 0)).sum() / (w > 0).sum(),
         "every weight above 0 for 1",
     ),
+    "weights cut to integers": (
+        lambda losses, w: (losses * jnp.floor(w)).sum() / jnp.maximum(jnp.floor(w).sum(), 1e-9),
+        "weights cut to whole numbers",
+    ),
     "divided by the number of weighing tokens": (
         lambda losses, w: (losses * w).sum() / (w > 0).sum(),
         "the weighted losses over the number of tokens that weigh anything",
@@ -609,6 +619,38 @@ def test_a_black_box_step_is_named_by_what_its_rows_counted(key):
     weights = np.array([1, 1, 0, 0, 0.25, 0, 3, 1, 2, 0, 1, 0.5])
     found = diagnosed(sgd_step(reduction, ranks=2, microbatches=3), weights, microbatches=3)
     assert (found.convention, found.factor) == (name, pytest.approx(factor(2, 3)))
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(6)(x)))[..., 0]
+
+
+def test_our_own_step_is_right_as_a_black_box_in_a_train_state():
+    network = Network()
+    params = network.init(jax.random.key(0), ROWS[:1, :8])
+
+    def loss_fn(params, batch):
+        return weighted_sum(network.apply(params, batch.data) ** 2, batch.weights)
+
+    train_step = make_train_step(loss_fn, data_mesh(4))
+
+    def step(params, batch):
+        fresh = jax.tree.map(jnp.copy, params)  # the step takes its state's arrays away
+        state = TrainState.create(apply_fn=None, params=fresh, tx=optax.sgd(1.0))
+        return train_step(state, batch)[0].params
+
+    found = diagnose_step(
+        step,
+        params,
+        Batch.of(ROWS[:, :8], ROW_WEIGHTS),
+        loss_of_example=lambda params, x: network.apply(params, x[None])[0] ** 2,
+        ranks=4,
+        learning_rate=1.0,
+    )
+    assert (found.convention, found.factor) == ("global_mean", 1.0)
+    np.testing.assert_allclose(found.counted.reshape(-1), ROW_WEIGHTS / 7, atol=1e-4)
 
 
 def test_a_gradient_hook_serves_as_well_as_sgd():

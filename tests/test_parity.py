@@ -1,5 +1,7 @@
 """The seed's own cases, for every parameter's gradient, before any step, in every regime."""
 
+from dataclasses import replace
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -127,6 +129,15 @@ def test_fractional_and_zero_weights_are_part_of_the_proof():
         check_gradients(
             loss_fn, network_params(), batch_of(np.arange(5), weights), [(3, 2), (1, 4)]
         )
+
+
+def test_weight_that_counts_in_the_denominator_alone_is_dealt_with_its_row():
+    missing = np.array([0.0, 2.0, 0.0, 1.0, 0.0])
+    batch = replace(batch_of(np.arange(5)), missing=missing)
+    report = check_gradients(
+        loss_fn, network_params(), batch, [(3, 2), (1, 4)], engines=["vmap"], float64=True
+    )
+    assert report.worst.equal
 
 
 def summed(loss_fn, *, axis_name, microbatches, coefficients):
