@@ -138,21 +138,31 @@ check("version", ["library_version is '0.0.1' on rank 1"],
       library_version="0.0.1" if rank == 1 else jdw.__version__)
 check("same again", ["^agreed$"])
 
+client = distributed.global_state.client
+
+def after_the_others(case):
+    "Rank 1 goes on when the others have been told of it."
+    if rank == 1:
+        client.blocking_key_value_get(f"told {case}", 60_000)
+    elif rank == 0:
+        client.key_value_set(f"told {case}", "")
+
 # late: the others are told within their time, and rank 1 when it comes
 if rank == 1:
-    time.sleep(TIMEOUT + 1)
+    after_the_others("late")
 check("late", [r"rank 1 absent, not there after 4 s; ranks 0, 2 waited"], timeout_s=TIMEOUT)
+after_the_others("late")
 
 # absent: rank 1 misses a call altogether, and its next one meets the one that it missed
 if rank == 1:
-    time.sleep(TIMEOUT)
+    after_the_others("absent")
     check("a call behind", [r"rank 1 absent"], timeout_s=TIMEOUT)
 else:
     check("absent", [r"rank 1 absent"], timeout_s=TIMEOUT)
+    after_the_others("absent")
 check("same after absence", ["^agreed$"])
 
 # the last one to read has cleaned up; the barrier is the test's own
-client = distributed.global_state.client
 client.wait_at_barrier("cleaned", 10_000)
 print("keys left", client.key_value_dir_get("jax_ddp_weighting/"), flush=True)
 client.wait_at_barrier("read", 10_000)

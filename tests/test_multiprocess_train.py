@@ -49,8 +49,8 @@ def test_processes_have_the_losses_and_parameters_of_one(processes, alone, tmp_p
     # as a user runs it; the launcher kills its processes at the limit, and this one the launcher
     record = tmp_path / "steps.npz"
     command = [sys.executable, "-W", "error", EXAMPLE, "--launch", processes, "--devices", 2]
-    command += ["--epochs", 1, "--record", record, "--timeout", 100]
-    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    command += ["--epochs", 1, "--record", record, "--timeout", 200]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr
     assert f"{processes} processes, {2 * processes} cpu devices: accuracy 0.9000" in ran.stdout
     ranks = re.findall(r'jax_ddp_weighting.agreement {"world_size": (\d), "rank": (\d)', ran.stderr)
