@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting import exchange
 from jax_ddp_weighting.arguments import check_length
-from jax_ddp_weighting.places import common_id_dtype, places_by_id, sent_dtype
+from jax_ddp_weighting.places import common_id_dtype, places_by_id
 from jax_ddp_weighting.predictions import (
     Leaf,
     Predictions,
@@ -107,10 +107,9 @@ def gather_by_id(
 
     keeps = to == "all" or jax.process_index() == 0
     gathered = np.empty(sum(counts) if keeps else 0, id_dtype)
-    sent = sent_dtype(read.heard, id_dtype)
-    size = exchange.rows_per_chunk(sent.itemsize)
-    own = ([part.astype(sent, copy=False)] for part in local.ids(size))
-    for place, (part,) in exchange.allgather_rows(own, counts, [(sent, ())]):
+    size = exchange.rows_per_chunk(id_dtype.itemsize)
+    own = ([part.astype(id_dtype, copy=False)] for part in local.ids(size))
+    for place, (part,) in exchange.allgather_rows(own, counts, [(id_dtype, ())]):
         if keeps:
             gathered[place : place + len(part)] = part
     table = None

@@ -14,7 +14,7 @@ _BLOCK = 1 << 16  # rows numbered at once
 
 
 def common_id_dtype(found: Sequence[Mapping[str, Any]], *, caller: str) -> np.dtype:
-    """A dtype that holds every id, whatever dtypes they came in.
+    """A dtype that holds every id, whatever dtypes they came in: int32 where that is enough.
 
     Args:
         found: of each source the `span` of its ids, lowest and highest, or the `width` of strings.
@@ -33,6 +33,8 @@ def common_id_dtype(found: Sequence[Mapping[str, Any]], *, caller: str) -> np.dt
     if widths:
         return np.dtype(f"<U{max(widths)}")
     low, high = min((s[0] for s in spans), default=0), max((s[1] for s in spans), default=0)
+    if low >= -(2**31) and high < 2**31:
+        return np.dtype(np.int32)
     if high < 2**63:
         return np.dtype(np.int64)
     if low < 0:
@@ -43,17 +45,12 @@ def common_id_dtype(found: Sequence[Mapping[str, Any]], *, caller: str) -> np.dt
     return np.dtype(np.uint64)
 
 
-def sent_dtype(found: Sequence[Mapping[str, Any]], id_dtype: np.dtype) -> np.dtype:
-    """What ids travel as: half as wide where every one of them fits."""
-    spans = [each["span"] for each in found if "span" in each]
-    if spans and min(s[0] for s in spans) >= -(2**31) and max(s[1] for s in spans) < 2**31:
-        return np.dtype(np.int32)
-    return id_dtype
-
-
 @dataclass(frozen=True)
 class Places:
-    """For each of many rows, the place of its id among the different ids, ascending."""
+    """For each of many rows, the place of its id among the different ids, ascending.
+
+    The ids are int64 (uint64 where one needs it) or strings.
+    """
 
     ids: Shaped[np.ndarray, " unique"]
     place: Integer[np.ndarray, " rows"]
@@ -75,7 +72,7 @@ def places_by_id(
     """Where each row goes when rows are put in the order of their ids.
 
     Args:
-        ids: int64 or uint64 ids, or strings; the memory of integers is reused.
+        ids: int32, int64 or uint64 ids, or strings; the memory of integers is reused.
         num_examples: how many different ids there must be; integers must be exactly
             ``[0, num_examples)``.
         caller: who speaks in errors.
@@ -124,12 +121,14 @@ def _without_gaps(ids: Shaped[np.ndarray, " rows"]) -> Places | None:
     if not _is_permutation(ids, len(ids)):
         ids += ids.dtype.type(low)
         return None
-    return Places(np.arange(low, high + 1, dtype=ids.dtype), ids.astype(np.int64, copy=False), None)
+    if ids.dtype == np.uint64:
+        return Places(np.arange(low, high + 1, dtype=np.uint64), ids.astype(np.int64), None)
+    return Places(np.arange(low, high + 1), ids, None)
 
 
 def _ranked(ids: Shaped[np.ndarray, " rows"]) -> Places:
     rows = len(ids)
-    order, ascending = _sorted(ids)
+    order, ascending = _sorted(ids.astype(np.int64) if ids.dtype == np.int32 else ids)
     first = np.ones(rows, bool)
     np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
     place = np.empty(rows, np.int32 if rows < 2**31 else np.int64)
