@@ -1,10 +1,13 @@
-"""Options that several commands share, and how their text is read."""
+"""What the commands share: the program's name, exit statuses, and options."""
 
 from typing import Annotated
 
 import typer
 
 from jax_ddp_weighting.plan import Order, Tail
+
+NAME = "jax-ddp-weighting"
+RIGHT, WRONG, BAD_INPUT = 0, 1, 2
 
 
 def whole_number(given: str | int) -> int:

@@ -312,6 +312,8 @@ def test_diagnose_names_a_users_convention(users, capsys):
         ("parity users:case --split 3;2", r"--split must be rows per rank, got '3;2'"),
         ("parity users:case --engine pmop", r"engines must be a list of some of jit"),
         ("parity --split 1,1,1,1,1,1,1,1,1", r"9"),
+        ("parity --rtol -1", r"rtol must be in \[0, 1\), got -1"),
+        ("parity --rtol nan", r"rtol must be in \[0, 1\), got nan"),
         ("parity -k 0", r"microbatches must be an integer of at least 1, got 0"),
         ("diagnose", r"Missing argument"),
         ("diagnose users:right -w 0", r"num_replicas must be"),

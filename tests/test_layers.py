@@ -24,7 +24,8 @@ JAX_HALF = [
 # The command line; beside what it starts without JAX, what only some commands import.
 FACE = ["idfiles", "walk", "summary", "console", "options", "targets"]
 SHOWN = ["proof", "report", "figures", "page"]
-HOUSE = NUMPY_HALF + JAX_HALF + FACE + SHOWN + ["cli"]
+COMMANDS = ["reading", "counting", "cli"]
+HOUSE = NUMPY_HALF + JAX_HALF + FACE + SHOWN + COMMANDS
 
 
 def imported(source: str) -> set[str]:
@@ -70,7 +71,7 @@ def modules_after(statement: str) -> set[str]:
     return set(out.stdout.split())
 
 
-@pytest.mark.parametrize("module", [*NUMPY_HALF, *FACE, "cli"])
+@pytest.mark.parametrize("module", [*NUMPY_HALF, *FACE, *COMMANDS])
 def test_the_numpy_half_and_the_command_line_import_no_jax(module):
     # in a process of its own: this one has imported JAX long ago
     loaded = modules_after(f"import jax_ddp_weighting.{module}")
