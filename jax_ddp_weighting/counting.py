@@ -191,6 +191,11 @@ def report(
     from jax_ddp_weighting.page import page
     from jax_ddp_weighting.report import found
 
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(
+            f"report: the page must be a file in a folder that is there, got {str(path)!r}."
+            " Make the folder first, or write the page elsewhere."
+        )
     drawn_plan = EpochPlan(
         num_examples,
         num_replicas,

@@ -166,8 +166,9 @@ def test_the_command_writes_a_page_and_pictures(tmp_path, capsys):
         ("page.html -n 4 -w 1 -b 2 --example-weights w.txt", r"one for each of the 4 examples"),
         ("page.html -n 3 -w 1 -b 2 --example-weights w.txt", r"at least 0, got -1"),
         ("page.html -n 3 -w 1 -b 2 --example-weights zero.txt", r"must weigh something"),
-        ("nowhere/page.html -n 4 -w 1 -b 2", r"nowhere/page.html: No such file"),
-        (". -n 4 -w 1 -b 2", r"\.: Is a directory"),
+        ("nowhere/page.html -n 4 -w 1 -b 2", r"must be a file in a folder that is there"),
+        (". -n 4 -w 1 -b 2", r"must be a file in a folder that is there, got '\.'"),
+        ("page.html -n 4 -w 1 -b 2 --png w.txt", r"w.txt: File exists"),
         ("page.html -n 4 -w 1", r"Missing option '--batch-size'"),
     ],
 )
