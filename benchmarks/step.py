@@ -2,7 +2,8 @@
 
 `python benchmarks/step.py` takes some minutes on four faked CPU devices; `--quick` does one small
 case, `--real` takes the devices that are there. Steps are timed in turns, several a round; shown
-are the median over rounds of the ratio within a round, and the middle half of the ratios. Flops,
+are the median over rounds of the ratio within a round, and the middle half of the ratios, for the
+time by the clock and for the processor's, which a busy machine disturbs less. Flops,
 all-reduces and their bytes are read from the compiled programs (XLA counts a loop's flops once);
 `n + m in loops` are `n` all-reduces once a step and `m` at every turn of a loop.
 
@@ -13,7 +14,6 @@ all-reduces and their bytes are read from the compiled programs (XLA counts a lo
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -186,22 +186,23 @@ class Run:
         for batch in self.batches:
             self.state = self.step(self.state, batch)
 
-    def timed(self, calls: int) -> float:
-        start = time.perf_counter()
+    def timed(self, calls: int) -> np.ndarray:
+        """Seconds by the clock, and of all processors together."""
+        start = time.perf_counter(), time.process_time()
         for _ in range(calls):
             self()
         jax.block_until_ready(self.state)
-        return time.perf_counter() - start
+        return np.subtract((time.perf_counter(), time.process_time()), start)
 
 
-def ratios(run: Run, other: Run, rounds: int, calls: int) -> list[float]:
-    """Our time over theirs in each round; who goes first alternates."""
+def ratios(run: Run, other: Run, rounds: int, calls: int) -> np.ndarray:
+    """Quartiles of our times over theirs, by clock and processor; who goes first alternates."""
     found = []
     for number in range(rounds):
         pair = (run, other) if number % 2 else (other, run)
         seconds = {id(each): each.timed(calls) for each in pair}
         found.append(seconds[id(run)] / seconds[id(other)])
-    return sorted(found)
+    return np.percentile(found, [25, 50, 75], axis=0)
 
 
 @contextmanager
@@ -276,18 +277,17 @@ def compare(
         others["MultiSteps"] = (naive, 1, parts, optax.MultiSteps(tx, microbatches))
     for name, (make, parts_of_step, batches, optimizer) in others.items():
         other, theirs = prepared(make, model, mesh, parts_of_step, batches, optimizer)
-        found = ratios(mine, other, rounds, calls)
-        quarter = len(found) // 4
+        low, middle, high = ratios(mine, other, rounds, calls)
+        shown = [f"{m:5.3f} [{a:.3f}, {b:.3f}]" for a, m, b in zip(low, middle, high, strict=True)]
         times = f" x {len(batches)}" if len(batches) > 1 else ""
         keep(
             f"{model.name}, {ranks} ranks, {microbatches} microbatches, to {name}",
-            statistics.median(found),
+            float(middle[0]),
         )
         flops = "" if times else f"{program.flops / theirs.flops:.4f}"
         print(
-            f"{model.name:12} {ranks:2} {microbatches:3}  {name:10} "
-            f"{statistics.median(found):6.3f}  [{found[quarter]:.3f}, {found[-1 - quarter]:.3f}]  "
-            f"{flops:>7}  {program.network:>18}  {theirs.network + times:>32}  "
+            f"{model.name:11} {ranks:2} {microbatches:3}  {name:10} {'  '.join(shown)}  "
+            f"{flops:>7}  {program.network:>12}  {theirs.network + times:>17}  "
             f"{program.compiled:2} {theirs.compiled:2}",
             flush=True,
         )
@@ -302,8 +302,8 @@ def main() -> None:
     if not arguments.real:
         force_cpu_devices(4)
     print(
-        "model      ranks  K  against      wall  [middle half]    flops     our all-reduces"
-        "                             theirs  compilations"
+        "model    ranks   K  against         clock                 processor             flops  "
+        "our all-reduces        theirs  compilations"
     )
     if arguments.quick:
         compare(mlp(64), 2, 16, 4, rounds=5, calls=2)
