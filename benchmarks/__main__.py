@@ -42,7 +42,10 @@ def ratios_of(path: Path, options: list[str]) -> dict[str, float] | None:
         if subprocess.run(command, env={**os.environ, FILE: str(kept)}).returncode:
             return None
         entries = [json.loads(line) for line in kept.read_text().splitlines()]
-    return {entry["what"]: entry["ratio"] for entry in entries}
+    ratios = {entry["what"]: entry["ratio"] for entry in entries}
+    if len(ratios) < len(entries):
+        sys.exit(f"{path.name}: two ratios have one name; a heading would tell them apart.")
+    return ratios
 
 
 def machine() -> dict[str, Any]:

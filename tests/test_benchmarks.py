@@ -49,6 +49,38 @@ def test_ratios_are_kept_and_compared_with_the_run_before(tmp_path):
     assert re.search(r"n = 20 . ours +\S+ 0\.25 +\S+ 0\.25 +\S+ \+0% ", second.stdout)
 
 
+CHILD = """
+import subprocess
+import sys
+from ratios import headed, keep
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        keep("ours", 2.0)
+    else:
+        for processes in (2, {second}):
+            headed(f"{{processes}} processes")
+            subprocess.run([sys.executable, __file__, "child"], check=True)
+"""
+
+
+def test_ratios_of_processes_that_a_benchmark_starts_stand_under_its_headings(tmp_path):
+    prepared(tmp_path)
+    (tmp_path / "benchmarks" / "sorting.py").write_text(CHILD.format(second=4))
+    assert run(tmp_path).returncode == 0
+    (kept,) = (tmp_path / ".benchmarks").glob("*.json")
+    names = set(json.loads(kept.read_text())["ratios"]["sorting"])
+    assert names == {"2 processes | ours", "4 processes | ours"}
+
+
+def test_two_ratios_of_one_name_are_refused(tmp_path):
+    prepared(tmp_path)
+    (tmp_path / "benchmarks" / "sorting.py").write_text(CHILD.format(second=2))
+    ran = run(tmp_path)
+    assert ran.returncode == 1
+    assert "sorting.py: two ratios have one name" in ran.stderr
+
+
 def test_a_benchmark_that_fails_is_said(tmp_path):
     ran = run(prepared(tmp_path, status=3))
     assert ran.returncode == 1
