@@ -16,13 +16,14 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.arguments import check_microbatches, check_num_replicas
 from jax_ddp_weighting.conventions import CONVENTIONS as CONVENTIONS
-from jax_ddp_weighting.conventions import deviation, probes
+from jax_ddp_weighting.conventions import deviation
 from jax_ddp_weighting.effective import effective_weights as effective_weights
 from jax_ddp_weighting.effective import per_example_gradients as per_example_gradients
 from jax_ddp_weighting.feed import Batch
 from jax_ddp_weighting.naming import Diagnosis as Diagnosis
 from jax_ddp_weighting.naming import diagnose_weights as diagnose_weights
 from jax_ddp_weighting.naming import named, unknown
+from jax_ddp_weighting.probes import probes
 
 _RTOL = 1e-5  # float32 rounds to some 1e-7 here; the conventions lie 1e-3 and more apart
 

@@ -27,7 +27,8 @@ from jax_ddp_weighting import (
     value_and_grad,
     weighted_sum,
 )
-from jax_ddp_weighting.conventions import CONVENTIONS, candidates, probes
+from jax_ddp_weighting.conventions import CONVENTIONS, candidates
+from jax_ddp_weighting.probes import probes
 
 CASES = json.loads((Path(__file__).parent / "data" / "denominators.json").read_text())["cases"]
 PROBE = "probe W=2 GA=3 (separates xW from xGA)"

@@ -19,7 +19,8 @@ JAX_HALF = [
     *["streams", "stopping", "join"],
     *["exchange", "places", "predictions", "shards", "rows", "gathering", "parts", "evaluation"],
     *["agreement", "norm"],
-    *["differences", "additive", "parity", "conventions", "effective", "naming", "diagnosis"],
+    *["differences", "additive", "parity"],
+    *["probes", "conventions", "effective", "naming", "diagnosis"],
 ]
 # The command line; beside what it starts without JAX, what only some commands import.
 FACE = ["idfiles", "walk", "summary", "console", "options", "targets"]
