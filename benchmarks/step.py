@@ -1,13 +1,15 @@
 """What a training step costs: ours beside the ones that everybody writes, in the same run.
 
-`python benchmarks/step.py` takes some minutes on four faked CPU devices; `--quick` does one small
-case, `--real` takes the devices that are there. Steps are timed in turns, several a round; shown
-are the median over rounds of the ratio within a round, and the middle half of the ratios, for the
-time by the clock and for the processor's, which a busy machine disturbs less. Flops,
-all-reduces and their bytes are read from the compiled programs (XLA counts a loop's flops once);
-`n + m in loops` are `n` all-reduces once a step and `m` at every turn of a loop.
+`python benchmarks/step.py` takes about ten minutes on four faked CPU devices; `--quick` does one
+small case, `--real` takes the devices that are there. Steps are timed in turns, several a round,
+and both are made anew several times, since where its buffers lie makes a step one or two percent
+slower or faster. Shown are the median over all rounds of the ratio within a round, and the middle
+half of the ratios, for the time by the clock and for the processor's, which a busy machine disturbs
+less. Flops, all-reduces and their bytes are read from the compiled programs (XLA counts a loop's
+flops once); `n + m in loops` are `n` all-reduces once a step and `m` at every turn of a loop.
 
 - naive: `pmean` of the gradient of each rank's own mean, in `shard_map`
+- itself: the naive step against another of its kind, which shows what the clock can tell
 - global: the mean over all rows, in the global view of `jit`
 - scan: the naive step over microbatches by `lax.scan`, reduced once, after it
 - MultiSteps: `optax.MultiSteps` over the naive step, one call a microbatch
@@ -17,7 +19,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hlo
@@ -34,6 +36,7 @@ from jax_ddp_weighting import Batch, data_mesh, force_cpu_devices, make_train_st
 from jax_ddp_weighting import mesh as meshes
 
 Step = Callable[[Any, Any], Any]
+INSTANCES = 4  # of every step that is timed
 
 
 @dataclass(frozen=True)
@@ -195,14 +198,14 @@ class Run:
         return np.subtract((time.perf_counter(), time.process_time()), start)
 
 
-def ratios(run: Run, other: Run, rounds: int, calls: int) -> np.ndarray:
-    """Quartiles of our times over theirs, by clock and processor; who goes first alternates."""
+def ratios(run: Run, other: Run, rounds: int, calls: int) -> list[np.ndarray]:
+    """A run's times over another's, by clock and processor; who goes first alternates."""
     found = []
     for number in range(rounds):
         pair = (run, other) if number % 2 else (other, run)
         seconds = {id(each): each.timed(calls) for each in pair}
         found.append(seconds[id(run)] / seconds[id(other)])
-    return np.percentile(found, [25, 50, 75], axis=0)
+    return found
 
 
 @contextmanager
@@ -236,20 +239,48 @@ class Program:
         return f"{once}{f' + {looped} in loops' if looped else ''}, {size:,.0f} KiB"
 
 
-def prepared(
-    make: Callable[..., Step],
-    model: Model,
-    mesh: Mesh,
-    microbatches: int,
-    batches: list[Batch],
-    tx: Any,
-) -> tuple[Run, Program]:
+@dataclass(frozen=True)
+class Contender:
+    """A step to time, and the batches and the optimizer that make one step of it."""
+
+    name: str
+    make: Callable[..., Step]
+    microbatches: int
+    batches: list[Batch]
+    tx: Any
+
+
+def contests(
+    model: Model, mesh: Mesh, rows: int, microbatches: int
+) -> list[tuple[Contender, Contender]]:
+    """Who is timed against whom, on one batch."""
+    tx, sharding = optax.adam(1e-4), meshes.row_sharding(mesh, "data")
+    whole = model.data(mesh.size * rows)
+    batch = meshes.placed(whole, sharding)
+    mine = Contender("ours", ours, microbatches, [batch], tx)
+    if microbatches == 1:
+        plain = Contender("naive", naive, 1, [batch], tx)
+        over_all = Contender("global", global_view, 1, [batch], tx)
+        return [(mine, plain), (plain, replace(plain, name="itself")), (mine, over_all)]
+    parts = [
+        meshes.placed(jax.tree.map(lambda x, k=k: x[k::microbatches], whole), sharding)
+        for k in range(microbatches)
+    ]
+    scanned = Contender("scan", naive, microbatches, [batch], tx)
+    stepped = Contender("MultiSteps", naive, 1, parts, optax.MultiSteps(tx, microbatches))
+    return [(mine, scanned), (mine, stepped)]
+
+
+def prepared(contender: Contender, model: Model, mesh: Mesh) -> tuple[Run, Program]:
+    def run_of(batches: list[Batch]) -> Run:
+        step = contender.make(model, mesh, contender.microbatches)
+        return Run(step, model, mesh, batches, contender.tx)
+
     with hlo.recorded() as programs:
-        run = Run(make(model, mesh, microbatches), model, mesh, batches[:1], tx)
-        run()
+        run_of(contender.batches[:1])()
     program = programs[-1].compile()
     found = [each for each in hlo.collectives(program.as_text()) if each.kind == "all-reduce"]
-    run = Run(make(model, mesh, microbatches), model, mesh, batches, tx)
+    run = run_of(contender.batches)
     with compilations() as events:
         for _ in range(3):
             run()
@@ -259,36 +290,26 @@ def prepared(
 def compare(
     model: Model, ranks: int, rows: int, microbatches: int, rounds: int, calls: int
 ) -> None:
-    mesh, tx = data_mesh(ranks), optax.adam(1e-4)
-    sharding = meshes.row_sharding(mesh, "data")
-    whole = model.data(ranks * rows)
-    batch = meshes.placed(whole, sharding)
-    mine, program = prepared(ours, model, mesh, microbatches, [batch], tx)
-    others: dict[str, tuple[Callable[..., Step], int, list[Batch], Any]] = {
-        "naive" if microbatches == 1 else "scan": (naive, microbatches, [batch], tx)
-    }
-    if microbatches == 1:
-        others["global"] = (global_view, 1, [batch], tx)
-    else:
-        parts = [
-            meshes.placed(jax.tree.map(lambda x, k=k: x[k::microbatches], whole), sharding)
-            for k in range(microbatches)
-        ]
-        others["MultiSteps"] = (naive, 1, parts, optax.MultiSteps(tx, microbatches))
-    for name, (make, parts_of_step, batches, optimizer) in others.items():
-        other, theirs = prepared(make, model, mesh, parts_of_step, batches, optimizer)
-        low, middle, high = ratios(mine, other, rounds, calls)
+    mesh = data_mesh(ranks)
+    for contender, other in contests(model, mesh, rows, microbatches):
+        found = []
+        for _ in range(INSTANCES):
+            run, program = prepared(contender, model, mesh)
+            their_run, theirs = prepared(other, model, mesh)
+            found += ratios(run, their_run, rounds // INSTANCES, calls)
+        low, middle, high = np.percentile(found, [25, 50, 75], axis=0)
         shown = [f"{m:5.3f} [{a:.3f}, {b:.3f}]" for a, m, b in zip(low, middle, high, strict=True)]
-        times = f" x {len(batches)}" if len(batches) > 1 else ""
+        times = f" x {len(other.batches)}" if len(other.batches) > 1 else ""
         keep(
-            f"{model.name}, {ranks} ranks, {microbatches} microbatches, to {name}",
+            f"{model.name}, {ranks} ranks, {microbatches} microbatches, "
+            f"{contender.name} to {other.name}",
             float(middle[0]),
         )
         flops = "" if times else f"{program.flops / theirs.flops:.4f}"
         print(
-            f"{model.name:11} {ranks:2} {microbatches:3}  {name:10} {'  '.join(shown)}  "
-            f"{flops:>7}  {program.network:>12}  {theirs.network + times:>17}  "
-            f"{program.compiled:2} {theirs.compiled:2}",
+            f"{model.name:11} {ranks:2} {microbatches:3}  {contender.name:5} {other.name:10} "
+            f"{'  '.join(shown)}  {flops:>7}  {program.network:>12}  "
+            f"{theirs.network + times:>17}  {program.compiled:2} {theirs.compiled:2}",
             flush=True,
         )
 
@@ -297,19 +318,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one small case")
     parser.add_argument("--real", action="store_true", help="the devices that are there")
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--rounds", type=int, default=120)
     arguments = parser.parse_args()
     if not arguments.real:
         force_cpu_devices(4)
     print(
-        "model    ranks   K  against         clock                 processor             flops  "
-        "our all-reduces        theirs  compilations"
+        "model    ranks   K  step  against         clock                 processor             "
+        "flops  its all-reduces        theirs  compilations"
     )
     if arguments.quick:
-        compare(mlp(64), 2, 16, 4, rounds=5, calls=2)
+        compare(mlp(64), 2, 16, 4, rounds=8, calls=2)
         return
     for ranks in [n for n in (1, 2, 4) if n <= len(jax.devices())]:
-        for model, rows, calls in ((mlp(), 256, 10), (transformer(), 16, 3)):
+        for model, rows, calls in ((mlp(), 256, 3), (transformer(), 16, 2)):
             for microbatches in (1, 4, 16):
                 compare(model, ranks, rows, microbatches, arguments.rounds, calls)
 

@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.agreement import DisagreementError as DisagreementError
     from jax_ddp_weighting.agreement import EpochRecord as EpochRecord
     from jax_ddp_weighting.agreement import check_agreement as check_agreement
-    from jax_ddp_weighting.audit import CoverageError as CoverageError
-    from jax_ddp_weighting.audit import EpochAudit as EpochAudit
-    from jax_ddp_weighting.audit import Ledger as Ledger
     from jax_ddp_weighting.audit import audit_ids as audit_ids
+    from jax_ddp_weighting.coverage import CoverageError as CoverageError
+    from jax_ddp_weighting.coverage import EpochAudit as EpochAudit
     from jax_ddp_weighting.diagnosis import diagnose as diagnose
     from jax_ddp_weighting.diagnosis import diagnose_step as diagnose_step
     from jax_ddp_weighting.differences import ParityError as ParityError
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from jax_ddp_weighting.feed import batches as batches
     from jax_ddp_weighting.gathering import gather_by_id as gather_by_id
     from jax_ddp_weighting.join import join_batches as join_batches
+    from jax_ddp_weighting.ledger import Ledger as Ledger
     from jax_ddp_weighting.manifest import manifest_hash as manifest_hash
     from jax_ddp_weighting.mesh import data_mesh as data_mesh
     from jax_ddp_weighting.mesh import force_cpu_devices as force_cpu_devices
@@ -57,7 +57,9 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "order": ("torch_order", "keyed_order"),
-    "audit": ("audit_ids", "EpochAudit", "Ledger", "CoverageError"),
+    "coverage": ("EpochAudit", "CoverageError"),
+    "ledger": ("Ledger",),
+    "audit": ("audit_ids",),
     "plan": ("Slots", "EpochPlan"),
     "sampler": ("DistributedSampler",),
     "manifest": ("manifest_hash",),

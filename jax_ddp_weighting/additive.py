@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jax_ddp_weighting.arguments import check_rtol
 from jax_ddp_weighting.differences import (
     LeafDifference,
     ParityError,
@@ -63,7 +64,8 @@ def check_additive(
 
     Raises:
         ParityError: something does not add up; names the terms and the usual causes.
-        ValueError: a split does not deal all rows out, or leaves a part empty.
+        ValueError: a split does not deal all rows out, or leaves a part empty; `rtol` is not in
+            `[0, 1)`.
         TypeError: `batch` is no `Batch`, or `loss_fn` returns no `WeightedSum`.
 
     Example:
@@ -85,6 +87,8 @@ def check_additive(
         )
     rows = int(np.shape(batch.weights)[0])
     deals = _parts(splits, rows)
+    if rtol is not None:
+        check_rtol("check_additive: rtol", rtol)
     cast = as_float64 if float64 else lambda tree: jax.tree.map(np.asarray, tree)
     params, batch = cast(params), cast(batch)
     with jax.enable_x64(True) if float64 else nullcontext():
@@ -122,7 +126,7 @@ def _with_gradients(loss_fn: LossFn) -> Callable[[PyTree, Batch], Sums]:
         def totals(params: PyTree) -> Any:
             sums = loss_fn(params, batch)
             factors = dict.fromkeys(sums, 1.0) if isinstance(sums, Mapping) else None
-            terms = named_terms(sums, factors)
+            terms = named_terms(sums, factors, caller="check_additive")
             floating = {name: jnp.asarray(term.total, float) for name, term in terms.items()}
             return floating, terms
 

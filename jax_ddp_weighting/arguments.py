@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +94,25 @@ def check_microbatches(argument: str, microbatches: object) -> int:
         "be an integer in [1, 2**31]",
         "1 takes the batch whole.",
     )
+
+
+def check_rtol(argument: str, rtol: Any) -> None:
+    """Raises unless `rtol` is a relative tolerance that could tell right from wrong.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not in `[0, 1)`, or NaN.
+    """
+    try:
+        allowed = 0 <= rtol < 1
+    except TypeError:
+        raise TypeError(
+            f"{argument} must be a number in [0, 1), got {rtol!r} ({type(rtol).__name__})."
+        ) from None
+    if not allowed:
+        raise ValueError(
+            f"{argument} must be in [0, 1), got {rtol:g}. Leave it out for the default."
+        )
 
 
 def check_rank(argument: str, rank: object, num_replicas: int) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from jax_ddp_weighting import idfiles, targets
-from jax_ddp_weighting.arguments import check_integer, check_num_replicas
+from jax_ddp_weighting.arguments import check_integer, check_num_replicas, check_rtol
 from jax_ddp_weighting.console import (
     print_json,
     print_line,
@@ -61,8 +61,8 @@ def parity(
     from jax_ddp_weighting import proof
 
     _check_microbatches("parity", microbatches)
-    if rtol is not None and not 0 <= rtol < 1:
-        raise ValueError(f"parity: rtol must be in [0, 1), got {rtol:g}. Leave it out for 1e-5.")
+    if rtol is not None:
+        check_rtol("parity: rtol", rtol)
     splits = [_split(text) for text in split or []]
     _start_jax(max([len(each) for each in splits], default=4), x64)
     if target is None:

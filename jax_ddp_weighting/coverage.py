@@ -3,7 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from jaxtyping import Integer
+
 from jax_ddp_weighting.arguments import listed
+from jax_ddp_weighting.tally import Tally
 
 LISTED = 10_000
 """How many ids of a kind an audit lists, unless told otherwise; the rest it counts."""
@@ -88,6 +92,46 @@ class EpochAudit:
         else:
             remedy = 'tail="repeat" repeats ids; tail="mask" keeps every id once.'
         raise CoverageError(f"{where}{', '.join(parts)}. {remedy}")
+
+
+def audit_of(
+    tally: Tally,
+    *,
+    slots: int,
+    per_rank: tuple[int, ...],
+    epoch: int | None,
+    limit: int,
+    weight_range: tuple[float, float] | None = None,
+    strays: Sequence[Integer[np.ndarray, " slots"]] = (),
+) -> EpochAudit:
+    """What a tally has met, and ids that it could not meet; each meeting weighs 1 by default."""
+    repeated, counts = tally.repeated()
+    # as Python's integers: numpy makes floats of int64 beside uint64
+    beyond = {stray for block in strays for stray in np.unique(block)[:limit].tolist()}
+    return EpochAudit(
+        num_examples=tally.num_examples,
+        slots=slots,
+        accepted=sum(per_rank),
+        unique=tally.unique,
+        duplicated=dict(zip(repeated[:limit].tolist(), counts[:limit].tolist(), strict=True)),
+        omitted=tuple(tally.unmet(limit).tolist()),
+        out_of_range=tuple(sorted(beyond)[:limit]),
+        num_duplicated=len(repeated),
+        num_omitted=tally.num_examples - tally.unique,
+        num_out_of_range=sum(map(len, strays)),
+        per_rank=per_rank,
+        weight_range=_meetings_range(tally) if weight_range is None else weight_range,
+        epoch=epoch,
+    )
+
+
+def _meetings_range(tally: Tally) -> tuple[int, int]:
+    """How often the ids were met that were met the least and the most."""
+    if not tally.meetings:
+        return 0, 0
+    repeated, counts = tally.repeated()
+    omitted, once = tally.unique < tally.num_examples, len(repeated) < tally.unique
+    return 0 if omitted else 1 if once else int(counts.min()), int(counts.max(initial=1))
 
 
 def _in_brackets(ids: Sequence[int], count: int | None = None) -> str:

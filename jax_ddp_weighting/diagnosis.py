@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from jax_ddp_weighting.arguments import check_microbatches, check_num_replicas
+from jax_ddp_weighting.arguments import check_microbatches, check_num_replicas, check_rtol
 from jax_ddp_weighting.conventions import CONVENTIONS as CONVENTIONS
 from jax_ddp_weighting.conventions import deviation
 from jax_ddp_weighting.effective import effective_weights as effective_weights
@@ -83,7 +83,7 @@ def diagnose(gradient_of: GradientOf, *, num_replicas: int, microbatches: int = 
         given = jnp.asarray(tokens), jnp.asarray(weights, params.dtype)
         try:
             gradient = gradient_of(token_loss, params, *given)
-        except Exception as error:
+        except Exception as error:  # of any kind, since it goes on with a note
             error.add_note(f"diagnose: gradient_of failed on the probe where {label}.")
             raise
         return _gradient_of_params(gradient, params.shape).reshape(shape)
@@ -144,7 +144,8 @@ def diagnose_step(
         A `Diagnosis`, its table over the batch's own rows.
 
     Raises:
-        ValueError: rows cannot be dealt as told, or their counts cannot be solved for.
+        ValueError: rows cannot be dealt as told, their counts cannot be solved for, or `rtol` is
+            not in `[0, 1)`.
         TypeError: `batch` is no `Batch`.
 
     Example:
@@ -166,6 +167,7 @@ def diagnose_step(
             f"diagnose_step: batch must be a Batch, got {type(batch).__name__}. "
             "Batch.of(data, weights) makes one."
         )
+    check_rtol("diagnose_step: rtol", rtol)
     weights = np.asarray(batch.weights, float)
     rank, num_ranks = _places("ranks", ranks, np.zeros(len(weights), int))
     micro, num_micro = _places("microbatches", microbatches, rank)

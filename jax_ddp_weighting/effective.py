@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PyTree
 
-from jax_ddp_weighting.arguments import listed
+from jax_ddp_weighting.arguments import check_rtol, listed
 
 
 def effective_weights(
@@ -35,7 +35,8 @@ def effective_weights(
 
     Raises:
         ValueError: the trees differ in structure or shape; something is not finite; the examples'
-            gradients do not determine the weights; or they do not explain the gradient.
+            gradients do not determine the weights; they do not explain the gradient; or `rtol` is
+            not in `[0, 1)`.
 
     Example:
         >>> own = np.array([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]])  # two examples, three parameters
@@ -43,6 +44,7 @@ def effective_weights(
         >>> effective_weights(mean_of_two, own).tolist()
         [0.5, 0.5]
     """
+    check_rtol("effective_weights: rtol", rtol)
     target, own, eps = _flat(gradient, per_example_gradients)
     norms = np.sqrt(sum(np.einsum("ep,ep->e", leaf, leaf) for leaf in own))
     _check_norms(norms)

@@ -139,15 +139,20 @@ def placed(tree: T, sharding: NamedSharding) -> T:
     changes, as it would between a fresh state and the state that the first step returned.
     """
 
-    def place(leaf: Any) -> Any:
+    def lies_there(leaf: Any) -> bool:
         current = getattr(leaf, "sharding", None)
-        if isinstance(current, NamedSharding) and current.mesh == sharding.mesh:
+        return isinstance(current, NamedSharding) and current.mesh == sharding.mesh
+
+    def place(leaf: Any) -> Any:
+        if lies_there(leaf):
             return leaf
         # A copy, so that donating the placed tree leaves the caller's own arrays alone. (Whatever
         # it is told, device_put aliases keys, and arrays that lie on one of several devices.)
         own = jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
         return jax.device_put(own, sharding)
 
+    if all(map(lies_there, jax.tree.leaves(tree))):
+        return tree  # as on every step but the first, which must cost nothing
     return jax.tree.map(place, tree)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ddp_weighting.arguments import check_rtol
 from jax_ddp_weighting.conventions import (
     RIGHT,
     Match,
@@ -165,7 +166,7 @@ def diagnose_weights(counted: Any, weights: Any, *, rtol: float = 1e-3) -> Diagn
         A `Diagnosis`.
 
     Raises:
-        ValueError: the shapes differ, or no weight is above 0.
+        ValueError: the shapes differ, no weight is above 0, or `rtol` is not in `[0, 1)`.
 
     Example:
         >>> weights = np.array([[[1, 1, 1]], [[1, 0, 0]]])
@@ -173,6 +174,7 @@ def diagnose_weights(counted: Any, weights: Any, *, rtol: float = 1e-3) -> Diagn
         >>> diagnose_weights(counted, weights).convention
         'mean_of_means'
     """
+    check_rtol("diagnose_weights: rtol", rtol)
     counted, weights = np.asarray(counted, float), np.asarray(weights, float)
     if weights.ndim != 3 or counted.shape != weights.shape:
         raise ValueError(

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting import mesh as meshes
 from jax_ddp_weighting.additive import check_additive as check_additive
-from jax_ddp_weighting.arguments import check_microbatches
+from jax_ddp_weighting.arguments import check_microbatches, check_rtol
 from jax_ddp_weighting.differences import LeafDifference as LeafDifference
 from jax_ddp_weighting.differences import ParityError as ParityError
 from jax_ddp_weighting.differences import ParityReport as ParityReport
@@ -70,7 +70,8 @@ def check_gradients(
         ParityError: a leaf differs. An `AssertionError`, whose text names the worst leaves and says
             what a constant ratio means; `report` holds all of them.
         ValueError: a split does not deal all rows out, or needs more devices than there are; an
-            engine is unknown; the reference is not finite; a gradient has another structure.
+            engine is unknown; `rtol` is not in `[0, 1)`; the reference is not finite; a gradient
+            has another structure.
 
     Example:
         >>> def loss_fn(w, batch):
@@ -90,6 +91,8 @@ def check_gradients(
     deals = _as_splits(splits, int(np.shape(batch.weights)[0]))
     _check_engines(engines)
     microbatches = check_microbatches("check_gradients: microbatches", microbatches)
+    if rtol is not None:
+        check_rtol("check_gradients: rtol", rtol)
     cast = as_float64 if float64 else lambda tree: jax.tree.map(np.asarray, tree)
     batch, params = cast(batch), cast(params)
     with jax.enable_x64(True) if float64 else nullcontext():

@@ -16,13 +16,15 @@ LossFn = Callable[..., Any]
 given; paired with auxiliary output if `has_aux`."""
 
 
-def named_terms(sums: Any, coefficients: Mapping[str, Any] | None) -> dict[str, WeightedSum]:
+def named_terms(
+    sums: Any, coefficients: Mapping[str, Any] | None, *, caller: str = "value_and_grad"
+) -> dict[str, WeightedSum]:
     """What a loss function returned, as terms by name, each of which has a coefficient."""
     if isinstance(sums, WeightedSum):
         named = {"loss": sums}
         if coefficients is not None and set(coefficients) != {"loss"}:
             raise ValueError(
-                f"value_and_grad: coefficients must name the terms of loss_fn, got "
+                f"{caller}: coefficients must name the terms of loss_fn, got "
                 f"{sorted(coefficients)} for one unnamed WeightedSum. Return a dict of terms, or "
                 "leave coefficients out."
             )
@@ -35,20 +37,20 @@ def named_terms(sums: Any, coefficients: Mapping[str, Any] | None) -> dict[str, 
         if coefficients is None or set(coefficients) != set(named):
             got = "none" if coefficients is None else sorted(coefficients)
             raise ValueError(
-                f"value_and_grad: coefficients must name every term of loss_fn, got {got} for "
+                f"{caller}: coefficients must name every term of loss_fn, got {got} for "
                 f"terms {sorted(named)}. Give each term its factor: "
                 f"coefficients={{{', '.join(f'{name!r}: 1.0' for name in sorted(named))}}}."
             )
     else:
         raise TypeError(
-            f"value_and_grad: loss_fn must return a WeightedSum or a dict of them, got "
+            f"{caller}: loss_fn must return a WeightedSum or a dict of them, got "
             f"{described(sums)}. Return weighted_sum(losses, weights): a mean has lost its "
             "denominator, and ranks of unequal weight cannot be averaged any more."
         )
     for name, each in named.items():
         if jnp.shape(each.total) != () or jnp.shape(each.weight) != ():
             raise ValueError(
-                f"value_and_grad: loss_fn must return scalar sums, got total "
+                f"{caller}: loss_fn must return scalar sums, got total "
                 f"{jnp.shape(each.total)} and weight {jnp.shape(each.weight)} for term {name!r}. "
                 "weighted_sum makes them."
             )

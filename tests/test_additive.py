@@ -175,3 +175,8 @@ def test_a_loss_that_is_not_finite_is_refused():
 
     with pytest.raises(ValueError, match=r"loss_fn must be finite .* at total"):
         check_additive(poisoned, PARAMS, BATCH)
+
+
+def test_what_is_no_sum_is_said_by_the_check_that_was_called():
+    with pytest.raises(TypeError, match=r"^check_additive: loss_fn must return a WeightedSum"):
+        check_additive(lambda w, batch: w * batch.data.mean(), 1.0, Batch.of(np.arange(4.0)))

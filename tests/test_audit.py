@@ -53,6 +53,11 @@ def test_a_complete_epoch_passes():
     audit_ids(np.arange(12).reshape(3, 4), 12).check_exactly_once()
 
 
+def test_ids_out_of_range_are_named_exactly_beyond_int64_too():
+    ranks = [np.array([0, -3]), np.array([2**63 + 5, 1], np.uint64)]
+    assert audit_ids(ranks, 2).out_of_range == (-3, 2**63 + 5)
+
+
 def test_ids_out_of_range_are_named():
     audit = audit_ids([0, 1, 2, 7, -1, 7], 3)
     assert audit.out_of_range == (-1, 7)

@@ -11,7 +11,19 @@ import jax_ddp_weighting
 
 PACKAGE = Path(jax_ddp_weighting.__file__).parent
 NUMPY_HALF = [
-    *["arguments", "order", "tally", "coverage", "audit", "plan", "views", "sampler", "manifest"],
+    *[
+        "arguments",
+        "order",
+        "tally",
+        "coverage",
+        "entries",
+        "ledger",
+        "audit",
+        "plan",
+        "views",
+        "sampler",
+        "manifest",
+    ],
 ]
 JAX_HALF = [
     *["coordination", "mesh", "sums", "terms", "weighting", "batch", "layout", "forms", "feed"],

@@ -14,7 +14,11 @@ from jax_ddp_weighting import (
     EpochPlan,
     GlobalLoss,
     ParityError,
+    check_additive,
     check_gradients,
+    diagnose_step,
+    diagnose_weights,
+    effective_weights,
     value_and_grad,
     weighted_sum,
 )
@@ -391,3 +395,22 @@ def test_a_gradient_of_another_structure_or_shape_is_refused(change, message):
             engines=["vmap"],
             gradient=changed,
         )
+
+
+@pytest.mark.parametrize("rtol", [-1e-5, 1.0, float("nan")])
+def test_a_tolerance_that_tells_nothing_is_refused(rtol):
+    batch = Batch.of(np.arange(4.0))
+    one = np.ones((1, 1, 1))
+    for name, call in {
+        "check_gradients": lambda: check_gradients(loss_fn, 1.0, batch, [(3, 1)], rtol=rtol),
+        "check_additive": lambda: check_additive(loss_fn, 1.0, batch, rtol=rtol),
+        "effective_weights": lambda: effective_weights(np.ones(2), np.eye(2), rtol=rtol),
+        "diagnose_weights": lambda: diagnose_weights(one, one, rtol=rtol),
+        "diagnose_step": lambda: diagnose_step(
+            lambda w, _: w, 1.0, batch, loss_of_example=lambda w, x: w * x, ranks=1, rtol=rtol
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{name}: rtol must be in \[0, 1\), got {rtol:g}"):
+            call()
+    with pytest.raises(TypeError, match=r"check_gradients: rtol must be a number .* got '1e-5'"):
+        check_gradients(loss_fn, 1.0, batch, [(3, 1)], rtol="1e-5")
