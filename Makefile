@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch test-browser docs bench gallery lint types format clean
+.PHONY: demo test test-torch test-browser test-package docs bench gallery lint types format clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/digits.py
@@ -18,6 +18,10 @@ test-torch: $(VENV)/.installed-torch
 # The report's page in a real browser; needs a chromium on the PATH.
 test-browser: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/browser
+
+# The built wheel in an environment of its own, as a user gets it.
+test-package: $(VENV)/.installed-package
+	$(BIN)/python -m pytest tests/package
 
 # What diagnose says of common spellings, torch's DDP among them.
 gallery: $(VENV)/.installed-torch
