@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch test-browser test-package docs bench gallery lint types format clean
+.PHONY: demo test test-torch test-browser test-package test-oldest docs bench gallery lint types format clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/digits.py
@@ -22,6 +22,13 @@ test-browser: $(VENV)/.installed-test
 # The built wheel in an environment of its own, as a user gets it.
 test-package: $(VENV)/.installed-package
 	$(BIN)/python -m pytest tests/package
+
+# The suite on the oldest dependencies that pyproject.toml allows.
+test-oldest:
+	mkdir -p .venv-oldest
+	$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*project["dependencies"], sep="\n")' | sed 's/>=/==/' > .venv-oldest/oldest.txt
+	PIP_CONSTRAINT=$(CURDIR)/.venv-oldest/oldest.txt $(MAKE) test VENV=.venv-oldest
 
 # What diagnose says of common spellings, torch's DDP among them.
 gallery: $(VENV)/.installed-torch

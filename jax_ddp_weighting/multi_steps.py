@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_ddp_weighting import mesh
 from jax_ddp_weighting.arguments import check_integer
+from jax_ddp_weighting.skipping import applied_unless
 from jax_ddp_weighting.sums import divided
 
 
@@ -128,21 +129,19 @@ def weighted_multi_steps(
         closes = (state.mini_step + 1 >= k) | jnp.asarray(flush)
         steps = closes & (weight > 0)
 
-        def step() -> tuple[PyTree, PyTree]:
+        def step(inner_opt_state: PyTree) -> tuple[PyTree, PyTree]:
             means = jax.tree.map(
                 lambda gradient, total: divided(total, weight).astype(gradient.dtype),
                 updates,
                 totals,
             )
-            return inner.update(means, state.inner_opt_state, params, weight=weight, **extra_args)
+            return inner.update(means, inner_opt_state, params, weight=weight, **extra_args)
 
-        shapes, _ = jax.eval_shape(step)
-
-        def wait() -> tuple[PyTree, PyTree]:
-            zeros = jax.tree.map(lambda g, s: mesh.zeros_like(g, s.dtype), updates, shapes)
-            return zeros, state.inner_opt_state
-
-        new_updates, inner_opt_state = jax.lax.cond(steps, step, wait)
+        shapes, _ = jax.eval_shape(step, state.inner_opt_state)
+        zeros = jax.tree.map(lambda g, s: mesh.zeros_like(g, s.dtype), updates, shapes)
+        new_updates, inner_opt_state = applied_unless(
+            ~steps, lambda waiting: step(waiting[1]), (zeros, state.inner_opt_state)
+        )
         return new_updates, WeightedMultiStepsState(
             mini_step=jnp.where(closes, 0, state.mini_step + 1),
             gradient_step=state.gradient_step + steps,

@@ -11,10 +11,10 @@ from jaxtyping import Array, PyTree
 from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.compiled import compiled_once
 from jax_ddp_weighting.mesh import AxisName
+from jax_ddp_weighting.skipping import applied_unless
 from jax_ddp_weighting.step import (
     StepOptions,
     StepReport,
-    applied_unless,
     check_call,
     check_optimizer_args,
     check_takes,

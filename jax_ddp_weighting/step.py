@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,6 @@ from jax_ddp_weighting.multi_steps import WeightedMultiStepsState
 from jax_ddp_weighting.sums import WeightedSum
 from jax_ddp_weighting.terms import counts, named_terms, with_missing
 from jax_ddp_weighting.weighting import GlobalLoss, value_and_grad
-
-T = TypeVar("T")
 
 ENGINES = ("shard_map", "jit", "pmap")
 RNG_PER = ("rank", "example")
@@ -151,19 +149,6 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         return StepReport(GlobalLoss(loss.value, terms), weight, skipped), gradients, state
 
     return step
-
-
-def applied_unless(skipped: Array, apply: Callable[[T], T], carried: T) -> T:
-    """`apply(carried)`, or `carried` as it is.
-
-    A loop of one turn or none, because a loop works in place: `lax.cond` would copy what it is to
-    leave alone, parameters and moments, at every step (a tenth of a small step's time on the CPU).
-    """
-
-    def turn(loop: tuple[Array, T]) -> tuple[Array, T]:
-        return jnp.zeros_like(loop[0]), apply(loop[1])
-
-    return jax.lax.while_loop(lambda loop: loop[0], turn, (~skipped, carried))[1]
 
 
 _ACCEPTED = "accepted rows"  # a term of no value whose weight rides along with the others'

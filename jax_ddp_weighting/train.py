@@ -13,9 +13,9 @@ from jax_ddp_weighting.compiled import compiled_once
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.multi_steps import weighted_multi_steps as weighted_multi_steps
 from jax_ddp_weighting.nnx_train import make_nnx_train_step as make_nnx_train_step
+from jax_ddp_weighting.skipping import applied_unless
 from jax_ddp_weighting.step import (
     StepOptions,
-    applied_unless,
     check_call,
     check_optimizer_args,
     check_takes,

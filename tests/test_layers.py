@@ -27,7 +27,7 @@ NUMPY_HALF = [
 ]
 JAX_HALF = [
     *["coordination", "mesh", "sums", "terms", "weighting", "batch", "layout", "forms", "feed"],
-    *["multi_steps", "compiled", "step", "nnx_train", "train"],
+    *["skipping", "multi_steps", "compiled", "step", "nnx_train", "train"],
     *["streams", "stopping", "join"],
     *["exchange", "places", "predictions", "shards", "rows", "gathering", "parts", "evaluation"],
     *["agreement", "norm"],

@@ -171,6 +171,7 @@ def test_a_rank_that_leaves_early_is_named_and_rank_0s_death_ends_all():
     ended = processes.launch(LEFT, 2, timeout_s=40)
     said = "True join_batches: rank 1 (process 1) absent at step 3, after 3 s. Look at the logs"
     assert ended[0].out.startswith(said), ended
-    assert [each.code for each in ended] == [-9, -6]
+    assert ended[0].code == -9
+    assert ended[1].code in (-6, 1)  # jax 0.9 exits, newer ones abort
     assert ended[1].out == ""
     assert "JAX distributed service detected fatal errors" in ended[1].err
