@@ -59,7 +59,7 @@ def batches(
     Returns:
         An iterator of `plan.steps_per_epoch - start_step` batches, every leaf a global array
         `[num_replicas * batch_size, ...]` sharded over the axis. Ids are int32, or int64 where
-        x64 is on; weights are int32.
+        x64 is on when it is called; weights are int32.
 
     Raises:
         ValueError: the mesh has not the plan's number of ranks, or a number is out of range; at
@@ -99,7 +99,13 @@ def batches(
     meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
     agreement = FormAgreement("batches", meeting, timeout_s)
 
+    x64 = jax.config.jax_enable_x64  # a `with jax.enable_x64(...)` holds in its own thread alone
+
     def make(step: int) -> Batch:
+        with jax.enable_x64(x64):
+            return made(step)
+
+    def made(step: int) -> Batch:
         slots = plan.batch(epoch, step, ranks=layout.local)
         ids, weights = slots.ids.reshape(-1), slots.weights.reshape(-1)
         failed = f"fetch failed at epoch {epoch}, step {step}"

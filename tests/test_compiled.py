@@ -13,7 +13,14 @@ import pytest
 from flax.training.train_state import TrainState
 from jax import lax
 
-from jax_ddp_weighting import Batch, data_mesh, make_train_step, value_and_grad, weighted_sum
+from jax_ddp_weighting import (
+    Batch,
+    data_mesh,
+    make_train_step,
+    value_and_grad,
+    weighted_multi_steps,
+    weighted_sum,
+)
 from jax_ddp_weighting import mesh as meshes
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -201,3 +208,18 @@ def test_the_train_step_costs_what_the_naive_one_does():
     assert costs["bytes accessed"] / theirs_cost["bytes accessed"] <= 1.01
     temporaries = [each.memory_analysis().temp_size_in_bytes for each in (found, theirs)]
     assert temporaries[0] / temporaries[1] <= 1.01
+
+
+def test_a_step_that_waits_for_its_window_copies_no_state():
+    tx = weighted_multi_steps(optax.adam(1e-3), 4)
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    with hlo.recorded() as programs:
+        make_train_step(one_term, data_mesh(RANKS))(state, rows())
+    assert " conditional(" not in programs[-1].compile().as_text()
+
+
+def test_that_check_can_fail():
+    def waits(steps, state):
+        return lax.cond(steps, lambda s: s * 2, lambda s: s, state)
+
+    assert " conditional(" in jax.jit(waits).lower(True, jnp.ones(4)).compile().as_text()

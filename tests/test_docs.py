@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +62,25 @@ def test_readme_programs_print_what_the_readme_shows(code, output):
 
 def test_the_readme_has_a_program():
     assert readme_programs()
+
+
+def readme_commands() -> list[str]:
+    """Each line of the README's shell blocks that calls our command."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    return [line for line in "".join(blocks).splitlines() if line.startswith("jax-ddp-weighting ")]
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("audit", 1), ("parity", 0)]
+)  # a wrong plan, a right library
+def test_the_readmes_commands_find_what_it_says(command, code):
+    (line,) = [each for each in readme_commands() if each.split()[1] == command]
+    arguments = shlex.split(line, comments=True)[1:]
+    ran = subprocess.run(
+        [sys.executable, "-m", "jax_ddp_weighting", *arguments], capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr) == (code, "")
+
+
+def test_every_command_of_the_readme_is_run():
+    assert [line.split()[1] for line in readme_commands()] == ["audit", "parity"]

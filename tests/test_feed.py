@@ -133,3 +133,16 @@ def test_batches_lie_on_meshes_of_both_axis_types(regime):
     mesh = regimes.make_mesh(regime, 2)
     batch = next(batches(plan, 0, fetch, mesh))
     assert batch.ids.sharding.mesh == mesh
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_local_enable_x64_holds_for_batches_that_are_fetched_ahead(prefetch):
+    # the setting belongs to a thread, and another one fetches ahead
+    plan = EpochPlan(5, 2, 2)
+    with jax.enable_x64(True):
+        stream = batches(plan, 0, lambda ids: ids / 7, data_mesh(2), prefetch=prefetch)
+    for batch in stream:
+        assert (batch.data.dtype, batch.ids.dtype) == (np.float64, np.int64)
+        np.testing.assert_array_equal(np.asarray(batch.data), np.asarray(batch.ids) / 7)
+    (batch,) = batches(EpochPlan(2, 2, 1), 0, lambda ids: ids / 7, data_mesh(2), prefetch=prefetch)
+    assert (batch.data.dtype, batch.ids.dtype) == (np.float32, np.int32)

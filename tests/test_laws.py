@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jax_ddp_weighting import DistributedSampler, EpochPlan, audit_ids, keyed_order
 
-EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "2000"))
+EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "500"))
 law = settings(max_examples=EXAMPLES, deadline=None)
 
 SEEDS = st.one_of(st.integers(0, 9), st.integers(-(2**63), 2**63))
