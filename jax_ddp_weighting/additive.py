@@ -19,6 +19,7 @@ from jax_ddp_weighting.differences import (
     ParityError,
     ParityReport,
     as_float64,
+    as_splits,
     described,
     differences,
 )
@@ -197,7 +198,7 @@ def _parts(splits: Sequence[Sequence[int]] | None, rows: int) -> list[tuple[int,
                 "One row has no parts that could add up."
             )
         splits = [(rows // 2, rows - rows // 2), (1, rows - 1)]
-    deals = list(dict.fromkeys(tuple(split) for split in splits))
+    deals = list(dict.fromkeys(as_splits(splits)))
     for split in deals:
         if len(split) < 2 or min(split) < 1 or sum(split) != rows:
             raise ValueError(

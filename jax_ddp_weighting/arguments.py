@@ -72,6 +72,13 @@ def check_length(argument: str, length: object) -> int:
     return check_integer(argument, length, 0, MAX_EXAMPLES, "be an integer in [0, 2**62]")
 
 
+def check_limit(argument: str, limit: object) -> int:
+    """`limit` as a Python int, if so many ids can be listed."""
+    return check_integer(
+        argument, limit, 0, 2**62, "be an integer of at least 0", "What is beyond it is counted."
+    )
+
+
 def check_num_replicas(argument: str, num_replicas: object) -> int:
     """`num_replicas` as a Python int, if there can be so many ranks."""
     return check_integer(

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ddp_weighting.arguments import check_integer, check_length
+from jax_ddp_weighting.arguments import check_length, check_limit
 from jax_ddp_weighting.coverage import LISTED as LISTED
 from jax_ddp_weighting.coverage import CoverageError as CoverageError
 from jax_ddp_weighting.coverage import EpochAudit as EpochAudit
@@ -53,7 +53,7 @@ def audit_ids(
         True
     """
     n = check_length("audit_ids: num_examples", num_examples)
-    limit = check_integer("audit_ids: limit", limit, 0, 2**62, "be an integer of at least 0")
+    limit = check_limit("audit_ids: limit", limit)
     rank_weights = None if weights is None else _by_rank("weights", weights)
     ranks = checked("audit_ids", _by_rank("ids", ids), rank_weights)
     tally, strays, per_rank = Tally(n), [], []

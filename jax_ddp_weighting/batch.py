@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jax_ddp_weighting.arguments import check_integer
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -19,9 +21,9 @@ class Batch:
         ids: integers `[rows]`, which example each row is.
         weights: `[rows]`, how much each row counts; 0 is padding.
         missing: `[rows]`, weight that counts in the denominator alone; None, but in batches of
-            `join_batches` whose convention divides by ranks that are not there any more. A term of
-            a loss in `value_and_grad` or a training step is divided by its own weight plus the sum
-            of these.
+            `join_batches` whose convention divides by ranks that are not there any more. Where
+            they sum to `M` and the weights to `V` over all ranks, each term of a loss in
+            `value_and_grad` or a training step is divided by `1 + M / V` times its own weight.
     """
 
     data: Any
@@ -42,6 +44,7 @@ class Batch:
             A `Batch` of the arrays as they are, on the host or on devices.
 
         Raises:
+            TypeError: ids are no integers, or weights no numbers.
             ValueError: the leaves have different numbers of rows, or a weight on the host is
                 negative or NaN. (Weights on a device are not read back.)
 
@@ -65,6 +68,16 @@ class Batch:
                     f"Batch.of: {name} must have one entry per row, got shape {array.shape} for "
                     f"{rows} rows. Token weights belong in data, beside the tokens."
                 )
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise TypeError(
+                f"Batch.of: ids must be integers, got {ids.dtype}. They say which example each row "
+                "is; other names of examples belong in data."
+            )
+        if not (jnp.issubdtype(weights.dtype, jnp.number) or weights.dtype == bool):
+            raise TypeError(
+                f"Batch.of: weights must be numbers, got {weights.dtype}. A row that is not to "
+                "count weighs 0."
+            )
         if isinstance(weights, np.ndarray):
             bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
             if bad.size:
@@ -89,6 +102,7 @@ class Batch:
             batch where the rows divide already.
 
         Raises:
+            TypeError: `multiple` is no integer.
             ValueError: `multiple` is below 1.
 
         Example:
@@ -96,10 +110,9 @@ class Batch:
             >>> batch.data.tolist(), batch.ids.tolist(), batch.weights.tolist()
             ([7.0, 8.0, 9.0, 7.0], [0, 1, 2, 0], [1, 1, 1, 0])
         """
-        if multiple < 1:
-            raise ValueError(
-                f"Batch.padded: multiple must be at least 1, got {multiple}. 1 adds no rows."
-            )
+        check_integer(
+            "Batch.padded: multiple", multiple, 1, 2**62, "be at least 1", "1 adds no rows."
+        )
         extra = -self.weights.shape[0] % multiple
         if not extra:
             return self

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jax_ddp_weighting import mesh as meshes
 from jax_ddp_weighting.batch import Batch
+from jax_ddp_weighting.layout import placed_batch
 from jax_ddp_weighting.mesh import AxisName
 
 Step = Callable[..., tuple[Any, Any]]
@@ -25,11 +26,11 @@ def compiled_once(step: Step, mesh: Mesh, axis_name: AxisName) -> Step:
     runs: dict[Any, Step] = {}  # by structure and placement of what is carried
 
     def run(carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
-        batch = meshes.placed(batch, rows)
+        batch = placed_batch(batch, rows, caller="train step")
         leaves, structure = jax.tree.flatten(carried)
         key = structure, _shardings(leaves)
         if key not in runs or len(set(map(id, leaves))) < len(leaves):
-            leaves = meshes.placed(_each_once(leaves), replicated)
+            leaves = meshes.placed(list(map(_strong, _each_once(leaves))), replicated)
             carried, key = structure.unflatten(leaves), (structure, _shardings(leaves))
             if key not in runs:
                 # Pinned, so that XLA cannot return it placed otherwise than it came: a second
@@ -44,6 +45,12 @@ def compiled_once(step: Step, mesh: Mesh, axis_name: AxisName) -> Step:
 def _shardings(leaves: list[Any]) -> tuple[Any, ...]:
     # of a list, which is faster than of a generator: this runs on every step
     return tuple([getattr(leaf, "sharding", None) for leaf in leaves])
+
+
+def _strong(leaf: Any) -> Any:
+    """The leaf, if its type is weak made as strong as the step returns it: that compiles once."""
+    weak = getattr(leaf, "weak_type", False)
+    return jax.lax.convert_element_type(leaf, leaf.dtype) if weak else leaf
 
 
 def _each_once(leaves: list[Any]) -> list[Any]:

@@ -168,6 +168,11 @@ def diagnose_step(
             "Batch.of(data, weights) makes one."
         )
     check_rtol("diagnose_step: rtol", rtol)
+    if learning_rate is not None and not (np.isfinite(learning_rate) and learning_rate):
+        raise ValueError(
+            f"diagnose_step: learning_rate must be finite and not 0, got {learning_rate}. It is "
+            "the step's own; leave it out where the step returns its gradient."
+        )
     weights = np.asarray(batch.weights, float)
     rank, num_ranks = _places("ranks", ranks, np.zeros(len(weights), int))
     micro, num_micro = _places("microbatches", microbatches, rank)

@@ -1,5 +1,6 @@
 """Trees of numbers compared leaf by leaf, and the report of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,8 @@ class LeafDifference:
         engine: the regime, one of `mesh.ENGINES`; or `"sum of parts"`.
         leaf: the leaf's path, such as `params['dense']['kernel']`; `loss` for the loss itself.
         shape: the leaf's shape.
-        difference: the largest absolute difference over the largest absolute reference.
+        difference: the largest absolute difference over the largest absolute reference; of a leaf
+            that cancels to rounding, over the size at which it would be more than rounding.
         ratio: value over reference where it is one number throughout the leaf, else None.
         rtol: what was allowed.
     """
@@ -60,7 +62,11 @@ class LeafDifference:
     @property
     def excess(self) -> float:
         """The difference as a multiple of the tolerance; infinite where it is NaN."""
-        return np.inf if np.isnan(self.difference) else self.difference / self.rtol
+        if np.isnan(self.difference):
+            return np.inf
+        if not self.rtol:
+            return np.inf if self.difference else 0.0
+        return self.difference / self.rtol
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,8 @@ def differences(
         for (path, reference), value in zip(paths, jax.tree.leaves(got[entry]), strict=True):
             name = entry + jax.tree_util.keystr(path)
             dtype = jnp.asarray(reference).dtype
-            a, b = (np.asarray(each).astype(np.float64) for each in (value, reference))
+            wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
+            a, b = (np.asarray(each).astype(wide) for each in (value, reference))
             if a.shape != b.shape:
                 raise ValueError(
                     f"{caller}: gradient must return leaves of one shape however the rows are "
@@ -179,16 +186,23 @@ def differences(
                     "padding rows finite data."
                 )
             allowed, noise = RTOL["float64"], 0.0
-            if jnp.issubdtype(dtype, jnp.floating):
-                allowed = RTOL[str(dtype)]
+            if jnp.issubdtype(dtype, jnp.inexact):
+                allowed = RTOL[jnp.finfo(dtype).dtype.name]
                 noise = _NOISE * float(jnp.finfo(dtype).eps) * largest
+            # of the dtype's own tolerance, so that what is reported does not depend on `rtol`
+            scale = max(_size(b), noise / allowed)
             allowed = allowed if rtol is None else rtol
-            scale = max(_size(b), noise / allowed if allowed else 0.0)
             gap = float(np.max(np.abs(a - b), initial=0.0))
             difference = gap / scale if scale else gap
             ratio = _constant_ratio(a, b, allowed)
             found.append(LeafDifference(split, engine, name, a.shape, difference, ratio, allowed))
     return found
+
+
+def as_splits(splits: Sequence[Any]) -> list[tuple[int, ...]]:
+    """One split, or several, as tuples of rows per part."""
+    one = len(splits) and isinstance(splits[0], int | np.integer)
+    return [tuple(split) for split in ([splits] if one else splits)]
 
 
 def as_float64(tree: PyTree) -> PyTree:
@@ -202,13 +216,13 @@ def as_float64(tree: PyTree) -> PyTree:
 
 
 def _constant_ratio(a: np.ndarray, b: np.ndarray, rtol: float) -> float | None:
-    scale = np.vdot(b, b)
+    scale = np.vdot(b, b).real
     if not np.isfinite(a).all() or not scale:
         return None
-    ratio = np.vdot(a, b) / scale
+    ratio = float(np.vdot(b, a).real / scale)
     same = np.max(np.abs(a - ratio * b)) <= rtol * np.max(np.abs(a), initial=0.0)
-    return float(ratio) if same else None
+    return ratio if same else None
 
 
 def _size(leaf: Any) -> float:
-    return float(np.max(np.abs(np.asarray(leaf).astype(np.float64)), initial=0.0))
+    return float(np.max(np.abs(np.asarray(leaf)).astype(np.float64), initial=0.0))

@@ -25,7 +25,7 @@ def checked(function: str, ids: list[np.ndarray], weights: list[np.ndarray] | No
             f" {_shape(wanted)}. Every slot has one weight."
         )
     for values in weights:
-        if values.dtype.kind not in "iufb":
+        if values.dtype.kind not in "iufbV":  # V: bfloat16 and its kin, which compare as numbers
             raise TypeError(f"{function}: weights must be numbers, got {values.dtype}.")
         if values.size and not (values.min() >= 0 and values.max() < np.inf):  # NaN is neither
             wrong = values[~((values >= 0) & np.isfinite(values))]

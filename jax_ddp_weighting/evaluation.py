@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree
 from jax_ddp_weighting import mesh as meshes
 from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.gathering import gather_by_id as gather_by_id
+from jax_ddp_weighting.layout import placed_batch
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.predictions import Predictions as Predictions
 from jax_ddp_weighting.sums import WeightedSum
@@ -133,7 +134,8 @@ def evaluate(
                 "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
             )
         rows = rows or max(1, -(-batch.weights.shape[0] // ranks)) * ranks
-        batch = meshes.placed(_filled(batch, rows, ranks), meshes.row_sharding(mesh, axis_name))
+        sharding = meshes.row_sharding(mesh, axis_name)
+        batch = placed_batch(_filled(batch, rows, ranks), sharding, caller="evaluate")
         in_flight.append((compiled(*first, batch), count(batch.weights)))
         if len(in_flight) > _AHEAD:
             totals.add(*in_flight.popleft())

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jax_ddp_weighting import coordination
+from jax_ddp_weighting.arguments import check_epoch, check_integer
 from jax_ddp_weighting.batch import Batch as Batch
 from jax_ddp_weighting.forms import FormAgreement
 from jax_ddp_weighting.layout import Layout, id_dtype
@@ -62,10 +63,11 @@ def batches(
         x64 is on when it is called; weights are int32.
 
     Raises:
-        ValueError: the mesh has not the plan's number of ranks, or a number is out of range; at
-            once, not at the first batch. `fetch` returned another number of rows than ids, or rows
-            of another form than before or than on another process. An error in `fetch` surfaces at
-            the step it belongs to, with a note that names the step.
+        TypeError: a number is none; at once.
+        ValueError: the mesh has not the plan's number of ranks or no device of this process, or a
+            number is out of range; at once, not at the first batch. `fetch` returned another number
+            of rows than ids, or rows of another form than before or than on another process. An
+            error in `fetch` surfaces at the step it belongs to, with a note that names the step.
         RuntimeError: another process failed to fetch its first rows, or did not in time.
 
     Example:
@@ -77,29 +79,40 @@ def batches(
         [20.0, 30.0] [1, 1]
         [40.0, 0.0] [1, 0]
     """
-    layout = Layout.of(mesh, axis_name, caller="batches")
+    layout = Layout.here(mesh, axis_name, caller="batches")
     ranks = layout.ranks
     if plan.num_replicas != ranks:
         raise ValueError(
             f"batches: plan must have as many ranks as the mesh's {axis_name!r} axis, got "
             f"{plan.num_replicas} and {ranks}. Make the plan with num_replicas={ranks}."
         )
-    if not 0 <= start_step <= plan.steps_per_epoch:
-        raise ValueError(
-            f"batches: start_step must be in [0, {plan.steps_per_epoch}], got {start_step}. "
-            "A later step belongs to the next epoch."
-        )
-    if prefetch < 0:
-        raise ValueError(
-            f"batches: prefetch must be at least 0, got {prefetch}. 0 fetches without a thread."
-        )
+    epoch = check_epoch("batches: epoch", epoch)
+    steps = plan.steps_per_epoch
+    start_step = check_integer(
+        "batches: start_step",
+        start_step,
+        0,
+        steps,
+        f"be in [0, {steps}]",
+        "A later step belongs to the next epoch.",
+    )
+    prefetch = check_integer(
+        "batches: prefetch",
+        prefetch,
+        0,
+        2**31,
+        "be an integer of at least 0",
+        "0 fetches without a thread.",
+    )
     coordination.check_timeout("batches: timeout_s", timeout_s)
     _check_ids_fit(plan)
     # met here and not at the first batch: all processes make their streams in the same order
     meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
     agreement = FormAgreement("batches", meeting, timeout_s)
 
-    x64 = jax.config.jax_enable_x64  # a `with jax.enable_x64(...)` holds in its own thread alone
+    x64 = jax.config.read(
+        "jax_enable_x64"
+    )  # a `with jax.enable_x64(...)` holds in its own thread alone
 
     def make(step: int) -> Batch:
         with jax.enable_x64(x64):
@@ -119,7 +132,7 @@ def batches(
         agreement.check(data)
         return jax.tree.map(layout.globally, Batch(data, ids.astype(id_dtype()), weights))
 
-    return _ahead(make, range(start_step, plan.steps_per_epoch), prefetch)
+    return _ahead(make, range(start_step, steps), prefetch)
 
 
 def _ahead(make: Callable[[int], Batch], steps: range, prefetch: int) -> Iterator[Batch]:

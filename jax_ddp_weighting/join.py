@@ -110,13 +110,7 @@ def join_batches(
             f'{convention!r}. "example" counts every row as its weight.'
         )
     coordination.check_timeout("join_batches: timeout_s", timeout_s)
-    layout = Layout.of(mesh, axis_name, caller="join_batches")
-    if not layout.local:
-        raise ValueError(
-            "join_batches: mesh must hold a device of this process, got processes "
-            f"{', '.join(map(str, layout.processes))} for process {jax.process_index()}. Make it "
-            "of jax.devices(), or call this on the processes that it holds."
-        )
+    layout = Layout.here(mesh, axis_name, caller="join_batches")
     ranks = layout.local
     if not isinstance(batches, Iterable):
         raise TypeError(

@@ -1,6 +1,6 @@
 """Where rows lie on a mesh: which ranks are this process's, and its rows as global arrays."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_ddp_weighting import mesh as meshes
+from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.mesh import AxisName
 
 
@@ -47,6 +48,22 @@ class Layout:
         return cls(
             mesh, sharding, ranks, {each: tuple(sorted(held[each])) for each in sorted(held)}
         )
+
+    @classmethod
+    def here(cls, mesh: Mesh, axis_name: AxisName, *, caller: str) -> "Layout":
+        """The layout of a mesh that has ranks on this process, for whoever is to bring rows.
+
+        Raises:
+            ValueError: the mesh lacks the axis, or holds no device of this process.
+        """
+        layout = cls.of(mesh, axis_name, caller=caller)
+        if not layout.local:
+            raise ValueError(
+                f"{caller}: mesh must hold a device of this process, got processes "
+                f"{', '.join(map(str, layout.processes))} for process {jax.process_index()}. Make "
+                "it of jax.devices(), or call this on the processes that it holds."
+            )
+        return layout
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -90,10 +107,25 @@ def device_ids(ids: np.ndarray, *, caller: str) -> np.ndarray:
         ValueError: an id would be cut.
     """
     dtype = id_dtype()
-    if ids.size and ids.dtype.itemsize > dtype.itemsize and ids.max() > np.iinfo(dtype).max:
-        raise ValueError(
-            f"{caller}: ids must be of at most 32 bits while x64 is off, got {ids.max()}. JAX "
-            "would cut it without a word: switch jax_enable_x64 on, or shard the data set into "
-            "parts."
-        )
+    if ids.size and ids.dtype != dtype:
+        held = np.iinfo(dtype)
+        off = " while x64 is off" if held.bits == 32 else ""
+        for extreme in (ids.max(), ids.min()):
+            if not held.min <= extreme <= held.max:
+                raise ValueError(
+                    f"{caller}: ids must be of at most {held.bits} bits{off}, got {extreme}. JAX "
+                    "would cut it without a word: switch jax_enable_x64 on, or shard the data set "
+                    "into parts."
+                )
     return ids.astype(dtype)
+
+
+def placed_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
+    """A batch with its rows on the mesh, as `mesh.placed` places them, and its ids whole.
+
+    Raises:
+        ValueError: an id would be cut.
+    """
+    if isinstance(batch.ids, np.ndarray):
+        batch = replace(batch, ids=device_ids(batch.ids, caller=caller))
+    return meshes.placed(batch, sharding)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from jax_ddp_weighting.arguments import check_epoch, check_length, listed
+from jax_ddp_weighting.arguments import check_epoch, check_length, check_limit, listed
 from jax_ddp_weighting.coverage import LISTED, EpochAudit, audit_of
 from jax_ddp_weighting.entries import checked
 from jax_ddp_weighting.tally import Tally
@@ -60,7 +60,9 @@ class Ledger:
         """Enter some slots: a batch, or any part of one.
 
         Args:
-            ids: integer ids of any shape.
+            ids: integer ids of any shape. Of a global array of JAX, such as `batch.ids`, the rows
+                that this process holds are entered, and of those that several processes hold the
+                first copy, so that the merged ledgers of all processes hold each row once.
             weights: weights of that shape, at least 0; slots of weight 0 are not entered.
 
         Raises:
@@ -68,8 +70,8 @@ class Ledger:
             ValueError: ids are out of range, or weights are of another shape, negative or not
                 finite. Nothing was entered then.
         """
-        one_rank = None if weights is None else [np.asarray(weights)]
-        ((flat, flat_weights),) = checked("Ledger.add", [np.asarray(ids)], one_rank)
+        one_rank = None if weights is None else [_held(weights)]
+        ((flat, flat_weights),) = checked("Ledger.add", [_held(ids)], one_rank)
         entered = flat if flat_weights is None else flat[flat_weights > 0]
         strays = entered[(entered < 0) | (entered >= self.num_examples)]
         if strays.size:
@@ -95,10 +97,13 @@ class Ledger:
 
     def due(self, *, limit: int | None = None) -> Int64[np.ndarray, " ids"]:
         """The ids that no accepted slot has held yet, ascending: all, or the first `limit`."""
-        return self._tally.unmet(self.num_examples if limit is None else limit)
+        if limit is None:
+            return self._tally.unmet(self.num_examples)
+        return self._tally.unmet(check_limit("Ledger.due: limit", limit))
 
     def audit(self, *, limit: int = LISTED) -> EpochAudit:
         """What has been consumed so far, as `audit_ids` would say it."""
+        limit = check_limit("Ledger.audit: limit", limit)
         return audit_of(
             self._tally,
             slots=self.accepted,
@@ -164,3 +169,13 @@ class Ledger:
             f"Ledger(num_examples={self.num_examples}, epoch={self.epoch},"
             f" accepted={self.accepted}, due={self.num_due})"
         )
+
+
+def _held(values: Any) -> np.ndarray:
+    """What this process holds of an array: all of it, unless it is global and JAX's."""
+    if getattr(values, "is_fully_addressable", True):
+        return np.asarray(values)
+    shards = [each for each in values.addressable_shards if each.replica_id == 0]
+    shards.sort(key=lambda each: [part.start or 0 for part in each.index])
+    held = [np.ravel(each.data) for each in shards]
+    return np.concatenate([np.zeros(0, values.dtype), *held])

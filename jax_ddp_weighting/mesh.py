@@ -17,6 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jax_ddp_weighting.arguments import check_integer
+
 AxisName = str | tuple[str, ...]
 T = TypeVar("T")
 
@@ -43,11 +45,14 @@ def force_cpu_devices(num_devices: int) -> None:
         >>> len(jax.devices())  # doctest: +SKIP
         4
     """
-    if num_devices < 1:
-        raise ValueError(
-            f"force_cpu_devices: num_devices must be at least 1, got {num_devices}. "
-            "One device is JAX's own default."
-        )
+    num_devices = check_integer(
+        "force_cpu_devices: num_devices",
+        num_devices,
+        1,
+        2**20,
+        "be at least 1",
+        "One device is JAX's own default.",
+    )
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
@@ -90,10 +95,9 @@ def data_mesh(
     """
     found = list(jax.devices() if devices is None else devices)
     wanted = len(found) if num_devices is None else num_devices
-    if wanted < 1:
-        raise ValueError(
-            f"data_mesh: num_devices must be at least 1, got {wanted}. Leave it out to use all."
-        )
+    check_integer(
+        "data_mesh: num_devices", wanted, 1, 2**31, "be at least 1", "Leave it out to use all."
+    )
     if wanted > len(found):
         platform = found[0].platform if found else "any platform"
         raise ValueError(
@@ -109,8 +113,14 @@ def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) ->
     """How many ranks the mesh's data axis holds; `caller` speaks in the error.
 
     Raises:
+        TypeError: `mesh` is none.
         ValueError: the mesh has no such axis.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"{caller}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. data_mesh() "
+            "makes one."
+        )
     size = 1
     for name in _names(axis_name):
         if name not in mesh.shape:

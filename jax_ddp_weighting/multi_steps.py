@@ -76,7 +76,8 @@ def weighted_multi_steps(
         `vmap`. Inside a mapped function, reduce gradient and weight over the ranks first.
 
     Raises:
-        TypeError: `optimizer` is no optax transformation; `update` is given no weight.
+        TypeError: `optimizer` is no optax transformation; `update` is given no weight, or one that
+            is no number.
         ValueError: a number is out of range; the weight is no scalar, or negative.
 
     Matches: `optax.MultiSteps` of optax 0.2.8 where all weights are equal and the windows full
@@ -116,7 +117,7 @@ def weighted_multi_steps(
         flush: bool | Bool[Array, ""] = False,
         **extra_args: Any,
     ) -> tuple[PyTree, WeightedMultiStepsState]:
-        weight = _checked_weight(weight).astype(state.weight.dtype)
+        weight = _checked_weight(weight, state.weight.dtype)
 
         def added(gradient: Array, total: Array) -> Array:
             gradient = gradient.astype(total.dtype)
@@ -157,7 +158,7 @@ def _zeros_to_add_to(parameter: Array) -> Array:
     return mesh.zeros_like(parameter, jnp.promote_types(jnp.float32, jnp.result_type(parameter)))
 
 
-def _checked_weight(weight: Any) -> Array:
+def _checked_weight(weight: Any, dtype: Any) -> Array:
     if weight is None:
         raise TypeError(
             "weighted_multi_steps: weight must be given to update, got None. Pass the microbatch's "
@@ -168,13 +169,19 @@ def _checked_weight(weight: Any) -> Array:
             f"weighted_multi_steps: weight must be a scalar, got shape {np.shape(weight)}. Sum the "
             "weights of the microbatch's rows or tokens."
         )
-    # weights on a device are not read back
-    if not isinstance(weight, jax.Array) and not 0 <= float(weight) < np.inf:
+    if isinstance(weight, jax.Array):  # weights on a device are not read back
+        return weight.astype(dtype)
+    if np.asarray(weight).dtype.kind not in "biuf":
+        raise TypeError(
+            f"weighted_multi_steps: weight must be a number, got {weight!r}. It is the "
+            "microbatch's weight over all ranks."
+        )
+    if not 0 <= float(weight) < np.inf:
         raise ValueError(
             f"weighted_multi_steps: weight must be finite and at least 0, got {weight}. A "
             "microbatch that is not to count weighs 0."
         )
-    return jnp.asarray(weight)
+    return jnp.asarray(weight, dtype)
 
 
 def _check_arguments(optimizer: Any, every_k_steps: Any, gradients_of: str) -> None:

@@ -157,9 +157,11 @@ def _batch_statistics(
     x = x.astype(jnp.promote_types(dtype, jnp.float32))
     over = tuple(axis for axis in range(x.ndim) if axis not in features)
     weights = _broadcastable(weights, x, features)
-    # counted by row first: integers stay exact up to the one cast
-    count = jnp.sum(weights) * math.prod(x.shape[i] for i in over if weights.shape[i] == 1)
-    weights = weights.astype(jnp.finfo(x.dtype).dtype)
+    floating = jnp.finfo(x.dtype).dtype
+    # Counted by row first: integers stay exact up to the one cast, and no count passes 2**31.
+    positions = math.prod(x.shape[i] for i in over if weights.shape[i] == 1)
+    count = jnp.sum(weights).astype(floating) * float(positions)
+    weights = weights.astype(floating)
     kept = jnp.where(weights != 0, x, jnp.zeros_like(x))
 
     def means_of(*values: Array) -> tuple[list[Array], Array]:

@@ -20,8 +20,9 @@ from jax_ddp_weighting.arguments import check_microbatches, check_rtol
 from jax_ddp_weighting.differences import LeafDifference as LeafDifference
 from jax_ddp_weighting.differences import ParityError as ParityError
 from jax_ddp_weighting.differences import ParityReport as ParityReport
-from jax_ddp_weighting.differences import as_float64, described, differences
+from jax_ddp_weighting.differences import as_float64, as_splits, described, differences
 from jax_ddp_weighting.feed import Batch
+from jax_ddp_weighting.layout import placed_batch
 from jax_ddp_weighting.weighting import LossFn, value_and_grad
 
 ALL = meshes.ENGINES
@@ -134,7 +135,7 @@ def _run(
     else:
         mesh = meshes.data_mesh(ranks)
         params = meshes.placed(params, meshes.replicated_sharding(mesh))
-        rows = meshes.placed(rows, meshes.row_sharding(mesh, "data"))
+        rows = placed_batch(rows, meshes.row_sharding(mesh, "data"), caller="check_gradients")
     fn = gradient(
         loss_fn,
         axis_name=None if engine == "jit" else "data",
@@ -145,14 +146,12 @@ def _run(
 
 
 def _as_splits(splits: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
-    if len(splits) and isinstance(splits[0], int | np.integer):
-        splits = [splits]
-    if not len(splits):
+    deals = as_splits(splits)
+    if not deals:
         raise ValueError(
             "check_gradients: splits must name at least one split, got none. Give rows per rank, "
             f"such as [{(rows - 1, 1)}]."
         )
-    deals = [tuple(split) for split in splits]
     for split in deals:
         if not split or min(split) < 0 or sum(split) != rows:
             raise ValueError(

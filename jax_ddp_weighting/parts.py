@@ -27,6 +27,7 @@ from jax_ddp_weighting.predictions import (
     agreed_leaves,
     columns_of,
     conflict,
+    dtype_name,
     dtype_of,
 )
 from jax_ddp_weighting.rows import LocalRows
@@ -66,13 +67,17 @@ def write_part(folder: _Folder, ids: Any, weights: Any, predictions: PyTree) -> 
     count = facts.pop("count")
     if not count:
         return None
+    leaves = agreed_leaves([("", described["leaves"])], None, caller="write_part")
     dtype = common_id_dtype([facts], caller="write_part")
     held = np.concatenate([ids.astype(dtype) for ids in local.ids(count)])
     rows = [np.concatenate(leaf) for leaf in zip(*local.leaves(count), strict=True)]
     about = {
         "format": _FORMAT,
         "ids": facts,
-        "leaves": described["leaves"],
+        "leaves": [
+            {"name": leaf.name, "dtypes": [dtype_name(leaf.dtype)], "shapes": [leaf.shape]}
+            for leaf in leaves
+        ],
         "tree": _spelled_out(local.unflatten(list(range(len(rows))))),
     }
     name = hashlib.blake2b(held.tobytes(), digest_size=8).hexdigest()

@@ -12,6 +12,7 @@ from jax_ddp_weighting.arguments import (
     check_epoch,
     check_integer,
     check_length,
+    check_limit,
     check_num_replicas,
     check_rank,
     check_seed,
@@ -114,7 +115,7 @@ class EpochPlan:
             )
         if isinstance(self.order, GivenOrder):
             self._check_given(self.order)
-        elif self.order not in get_args(Order):
+        elif not isinstance(self.order, str) or self.order not in get_args(Order):
             raise ValueError(
                 f'EpochPlan: order must be "keyed" or "torch", got {self.order!r}.'
                 " For an order of your own, see EpochPlan.from_order."
@@ -316,6 +317,7 @@ class EpochPlan:
             ValueError: there is no such epoch.
         """
         epoch = check_epoch("EpochPlan.audit: epoch", epoch)
+        limit = check_limit("EpochPlan.audit: limit", limit)
         length, accepted = self.epoch_length, self.accepted_per_epoch
         each, more = divmod(accepted, self.num_replicas)
         per_rank = (each + 1,) * more + (each,) * (self.num_replicas - more)

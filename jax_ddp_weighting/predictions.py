@@ -55,10 +55,18 @@ class Predictions:
             >>> found.take([7, 6]).tolist()
             [0.7, 0.6]
         """
-        wanted = np.asarray(ids)
-        found = len(self.ids) > 0
-        places = np.searchsorted(self.ids, wanted).clip(max=max(0, len(self.ids) - 1))
-        missing = np.unique(wanted[self.ids[places] != wanted] if found else wanted)
+        asked = np.asarray(ids)
+        wanted, inside = asked, np.ones(asked.shape, bool)
+        if {asked.dtype.kind, self.ids.dtype.kind} == {"i", "u"}:  # numpy compares them as floats
+            held = np.iinfo(self.ids.dtype)
+            inside = (asked >= held.min) & (asked <= held.max)
+            wanted = np.where(inside, asked, 0).astype(self.ids.dtype)
+        if len(self.ids):
+            places = np.searchsorted(self.ids, wanted).clip(max=len(self.ids) - 1)
+            inside &= self.ids[places] == wanted
+        else:
+            places, inside = np.zeros(asked.shape, int), np.zeros(asked.shape, bool)
+        missing = np.unique(asked[~inside])
         if missing.size:
             raise CoverageError(
                 f"Predictions.take: ids must have predictions, got {listed(missing.tolist())} "
@@ -163,16 +171,34 @@ def _agreed(
     if pad is None:
         raise ValueError(
             f"{caller}: predictions must have rows of one shape everywhere, {differing(shapes)}. "
-            "pad= fills narrower rows up to the widest and keeps their lengths."
+            "Gathered, pad= fills narrower rows up to the widest and keeps their lengths."
         )
+    return Leaf(name, dtype, max(shapes), ragged=True, fill=_fill(pad, name, dtype, caller))
+
+
+def _fill(pad: Any, name: str, dtype: np.dtype, caller: str) -> np.ndarray:
+    """What fills rows up: `pad`, if the dtype holds it as it is, but for a float's rounding."""
     try:
-        fill = np.full((), pad, dtype)
+        given = np.asarray(pad)
+        with np.errstate(invalid="ignore", over="ignore"):  # what has no place is seen below
+            fill = given.astype(dtype)
+        if _held(given, fill):
+            return fill
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(
-            f"{caller}: pad must be a value of the predictions' dtype, got {pad!r} for {dtype} at "
-            f"predictions{name}. Choose one that it holds."
-        ) from None
-    return Leaf(name, dtype, max(shapes), ragged=True, fill=fill)
+        pass
+    raise TypeError(
+        f"{caller}: pad must be a value of the predictions' dtype, got {pad!r} for {dtype} at "
+        f"predictions{name}. Choose one that it holds."
+    )
+
+
+def _held(given: np.ndarray, fill: np.ndarray) -> bool:
+    text = fill.dtype.kind in "US"
+    if given.shape != () or text != (given.dtype.kind in "US"):
+        return False
+    if text or fill.dtype.kind in "iub":
+        return bool(fill == given)
+    return bool(np.isfinite(fill) == np.isfinite(given))
 
 
 def dtype_of(name: str) -> np.dtype:

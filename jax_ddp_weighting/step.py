@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,8 +16,8 @@ from jax_ddp_weighting.arguments import check_integer
 from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.multi_steps import WeightedMultiStepsState
-from jax_ddp_weighting.sums import WeightedSum
-from jax_ddp_weighting.terms import counts, named_terms, with_missing
+from jax_ddp_weighting.sums import WeightedSum, weighted_sum
+from jax_ddp_weighting.terms import counts, named_terms
 from jax_ddp_weighting.weighting import GlobalLoss, value_and_grad
 
 ENGINES = ("shard_map", "jit", "pmap")
@@ -83,6 +83,12 @@ class StepOptions:
             "be an integer, at least 1",
             "1 takes each rank's rows whole.",
         )
+        if self.coefficients is not None and not any(map(counts, self.coefficients.values())):
+            raise ValueError(
+                f"{self.caller}: coefficients must have one that is not 0, got "
+                f"{dict(self.coefficients)}. A term of coefficient 0 is reported and pulls on "
+                "nothing."
+            )
         if self.engine == "pmap":  # pmap's own arrays have axes of type Auto
             object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
         meshes.num_ranks(self.mesh, self.axis_name, caller=self.caller)
@@ -125,7 +131,7 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
             keys, rng = _example_keys(rng, batch.ids), None
         elif rng is not None and options.mapped_axis is not None:
             rng = jax.random.fold_in(rng, jax.lax.axis_index(options.mapped_axis))
-        return gradient(params, (batch, keys), rng, state=state)
+        return gradient(params, replace(batch, data=(batch.data, keys)), rng, state=state)
 
     def over_ranks(engine: str) -> Callable[..., Any]:
         return meshes.over_ranks(
@@ -151,20 +157,21 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
     return step
 
 
-_ACCEPTED = "accepted rows"  # a term of no value whose weight rides along with the others'
+_ACCEPTED = "\0accepted rows"  # a term of no value whose weight rides along with the others'
 
 
 def _with_accepted(
     loss_fn: Callable[..., Any], coefficients: Mapping[str, Any] | None
 ) -> Callable[..., Any]:
     def with_accepted(
-        params: PyTree, rows: tuple[Batch, Any], *rng: Array, state: PyTree
+        params: PyTree, batch: Batch, *rng: Array, state: PyTree
     ) -> tuple[dict[str, WeightedSum], PyTree]:
-        batch, keys = rows
+        data, keys = batch.data
+        batch = replace(batch, data=data)
         rng = rng if keys is None else (keys,)
         sums, state = loss_fn(params, batch, *rng, state=state)
-        terms = with_missing(named_terms(sums, coefficients), batch, coefficients)
-        return {**terms, _ACCEPTED: WeightedSum(jnp.zeros(()), jnp.sum(batch.weights))}, state
+        accepted = weighted_sum(jnp.zeros(batch.weights.shape), batch.weights)
+        return {**named_terms(sums, coefficients), _ACCEPTED: accepted}, state
 
     return with_accepted
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Scalar
 
+from jax_ddp_weighting.arguments import check_integer
 from jax_ddp_weighting.mesh import AxisName
 
 
@@ -145,7 +146,7 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
         weights, 0 where the label was ignored and 1 elsewhere.
 
     Raises:
-        TypeError: `labels` are not integers.
+        TypeError: `labels` are not integers, or `ignore_index` is none.
 
     Example:
         >>> labels, weights = valid_labels(jnp.array([3, -100, 1]))
@@ -158,7 +159,12 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
             f"valid_labels: labels must be integers, got {labels.dtype}. One-hot or soft labels "
             "have no ignore_index: give their weights to weighted_sum directly."
         )
-    valid = labels != ignore_index
+    check_integer("valid_labels: ignore_index", ignore_index, -(2**63), 2**63 - 1, "be an integer")
+    held = jnp.iinfo(labels.dtype)
+    if held.min <= ignore_index <= held.max:
+        valid = labels != ignore_index
+    else:  # no label can be it, and JAX would wrap it around to a class
+        valid = jnp.ones(labels.shape, bool)
     return jnp.where(valid, labels, jnp.zeros_like(labels)), valid.astype(jnp.int32)
 
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting import mesh
+from jax_ddp_weighting.batch import Batch
 from jax_ddp_weighting.mesh import AxisName
-from jax_ddp_weighting.sums import WeightedSum
+from jax_ddp_weighting.sums import WeightedSum, divided
 
 LossFn = Callable[..., Any]
 """`(params, batch) -> WeightedSum`, or a dict of them; with `rng` as a third argument if one is
@@ -57,19 +58,36 @@ def named_terms(
     return named
 
 
+def votes(batch: Any) -> dict[str, Array]:
+    """What a batch's ranks weigh, missing and present, under names that are no term's.
+
+    Nothing, but for batches of `join_batches` that count ranks which are not there any more.
+    """
+    if not isinstance(batch, Batch) or batch.missing is None:
+        return {}
+    return {_MISSING: jnp.sum(batch.missing), _PRESENT: jnp.sum(batch.weights)}
+
+
 def with_missing(
-    terms: dict[str, WeightedSum], batch: Any, coefficients: Mapping[str, Any] | None
-) -> dict[str, WeightedSum]:
-    """The terms, each divided also by what the batch's `missing` ranks weigh, if there are any."""
-    missing = getattr(batch, "missing", None)
-    if missing is None:
-        return terms
+    weights: dict[str, Array], coefficients: Mapping[str, Any] | None
+) -> dict[str, Array]:
+    """The weights of a whole step, as if ranks that are missing had weighed what the others do.
+
+    The rule: with `M` the weight of the missing ranks and `V` that of those present, every term
+    that counts is divided by `1 + M / V` times its weight, whatever it is weighed in.
+    """
+    if _MISSING not in weights:
+        return weights
+    terms = {name: each for name, each in weights.items() if name not in (_MISSING, _PRESENT)}
+    stretch = 1 + divided(weights[_MISSING], weights[_PRESENT])
     factors = coefficients or {"loss": 1.0}
-    weight = jnp.sum(missing)
     return {
-        name: WeightedSum(each.total, each.weight + weight) if counts(factors[name]) else each
-        for name, each in terms.items()
+        name: weight * stretch if counts(factors[name]) else weight
+        for name, weight in terms.items()
     }
+
+
+_MISSING, _PRESENT = "\0missing", "\0present"
 
 
 def counts(factor: Any) -> bool:

@@ -64,9 +64,8 @@ class RankIndices:
 
     def __len__(self) -> int:
         per_epoch = self.plan.accepted_by(self.rank)
-        if self.num_epochs is None:
-            return sys.maxsize // per_epoch * per_epoch if per_epoch else 0
-        return self.num_epochs * per_epoch
+        most = sys.maxsize // per_epoch if per_epoch else 0  # what Python allows
+        return per_epoch * (most if self.num_epochs is None else min(self.num_epochs, most))
 
     def __getitem__(self, index: int) -> int:
         index = check_integer(
@@ -118,8 +117,11 @@ class GrainSampler:
 
         record_key = self._indices[index]
         # A stream for every record that is read: Philox has 128 bits of key, grain's own adds.
-        place = index * self._indices.num_replicas + self._indices.rank
-        key = (self._indices.plan.seed % 2**64) << 64 | place % 2**64
+        read = self._indices
+        later, slot = divmod(index, read.plan.accepted_by(read.rank))
+        before = (read.first_epoch + later) * read.plan.num_samples
+        place = (before + slot) * read.num_replicas + read.rank
+        key = (read.plan.seed % 2**64) << 64 | place % 2**64
         rng = np.random.Generator(np.random.Philox(key=key))
         return RecordMetadata(index=index, record_key=record_key, rng=rng)
 

@@ -20,13 +20,14 @@ from jax import lax
 from jaxtyping import Array, PyTree, Scalar
 
 from jax_ddp_weighting import mesh
+from jax_ddp_weighting.arguments import check_microbatches
 from jax_ddp_weighting.mesh import AxisName
 from jax_ddp_weighting.sums import WeightedSum as WeightedSum
 from jax_ddp_weighting.sums import divided
 from jax_ddp_weighting.sums import valid_labels as valid_labels
 from jax_ddp_weighting.sums import weighted_sum as weighted_sum
 from jax_ddp_weighting.terms import LossFn as LossFn
-from jax_ddp_weighting.terms import counts, described, kept, unpacked, with_missing
+from jax_ddp_weighting.terms import counts, described, kept, unpacked, votes, with_missing
 from jax_ddp_weighting.terms import named_terms as named_terms
 
 
@@ -176,11 +177,7 @@ def value_and_grad(
         >>> round(float(loss.value), 4), round(float(gradient), 4)
         (4.6667, 2.3333)
     """
-    if microbatches < 1:
-        raise ValueError(
-            f"value_and_grad: microbatches must be at least 1, got {microbatches}. "
-            "1 takes the batch whole."
-        )
+    microbatches = check_microbatches("value_and_grad: microbatches", microbatches)
 
     def global_value_and_grad(
         params: PyTree, batch: PyTree, rng: Array | None = None, *, state: PyTree = None
@@ -204,17 +201,20 @@ def value_and_grad(
             else:
                 out = loss_fn(params, *args)
                 sums, *aux = unpacked(out, "aux") if has_aux else (out,)
-            sums = with_missing(named_terms(sums, coefficients), args[0], coefficients)
-            sums = jax.tree.map(jnp.asarray, sums)
+            sums = jax.tree.map(jnp.asarray, named_terms(sums, coefficients))
+            present = votes(args[0])
             if axis_name is not None:
                 # Also what is the same on every rank, so that it is pulled back from every rank.
-                sums = mesh.vary(sums, axis_name)
+                sums, present = mesh.vary((sums, present), axis_name)
             pulled, metrics = {}, {}
             for name, each in sums.items():
                 pulls = counts(factors[name]) and jnp.issubdtype(each.total.dtype, jnp.inexact)
                 (pulled if pulls else metrics)[name] = each.total
-            weights = {name: each.weight for name, each in sums.items()}
+            weights = {name: each.weight for name, each in sums.items()} | present
             return pulled, (metrics, weights, state, aux)
+
+        def of_step(weights: Totals) -> Totals:
+            return with_missing(_psum_scalars(weights, axis_name), coefficients)
 
         def gradients_of(
             k: Any, state: PyTree, weights_of: Callable[[Totals], Totals]
@@ -230,9 +230,7 @@ def value_and_grad(
             return pull(cotangents)[0], {**pulled, **metrics}, weights, state, aux
 
         if microbatches == 1:
-            gradients, totals, weights, state, aux = gradients_of(
-                0, state, lambda weights: _psum_scalars(weights, axis_name)
-            )
+            gradients, totals, weights, state, aux = gradients_of(0, state, of_step)
         else:
             steps = jnp.arange(microbatches)
 
@@ -241,7 +239,7 @@ def value_and_grad(
                 return carry, weights
 
             _, weights = lax.scan(weights_at, None, steps)
-            weights = _psum_scalars(jax.tree.map(jnp.sum, weights), axis_name)
+            weights = of_step(jax.tree.map(jnp.sum, weights))
 
             def accumulated(carry: tuple[PyTree, PyTree], k: Array) -> tuple[Any, Any]:
                 gradients, state = carry

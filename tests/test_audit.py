@@ -1,6 +1,7 @@
 import os
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -265,3 +266,13 @@ def test_bad_slots_are_refused_and_nothing_is_entered(ids, weights, error, text)
 def test_ledgers_of_other_epochs_or_data_do_not_merge(other, text):
     with pytest.raises(ValueError, match=f"Ledger.merge: {text}"):
         Ledger(10, epoch=0).merge(other)
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5])
+def test_a_limit_that_lists_nothing_is_refused(limit):
+    ledger, plan = Ledger(4), EpochPlan(4, 2, 1)
+    for call in (ledger.audit, ledger.due, partial(plan.audit, 0), partial(audit_ids, [0], 4)):
+        with pytest.raises(
+            (TypeError, ValueError), match=f"limit must be an integer .* got {limit}"
+        ):
+            call(limit=limit)

@@ -90,7 +90,7 @@ def test_an_epoch_left_early_leaves_no_thread_behind():
     [
         ({"plan": EpochPlan(9, 2, 2)}, r"plan must have as many ranks as the mesh's 'data' axis"),
         ({"start_step": 5}, r"start_step must be in \[0, 4\], got 5"),
-        ({"prefetch": -1}, r"prefetch must be at least 0, got -1"),
+        ({"prefetch": -1}, r"prefetch must be an integer of at least 0, got -1"),
         ({"axis_name": "batch"}, r"mesh must have the axis 'batch', got axes \('data',\)"),
         ({"plan": EpochPlan(2**31 + 1, 3, 4)}, r"ids of at most 32 bits while x64 is off"),
     ],
@@ -146,3 +146,17 @@ def test_a_local_enable_x64_holds_for_batches_that_are_fetched_ahead(prefetch):
         np.testing.assert_array_equal(np.asarray(batch.data), np.asarray(batch.ids) / 7)
     (batch,) = batches(EpochPlan(2, 2, 1), 0, lambda ids: ids / 7, data_mesh(2), prefetch=prefetch)
     assert (batch.data.dtype, batch.ids.dtype) == (np.float32, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"epoch": -1}, ValueError, r"batches: epoch must be an integer in .* got -1"),
+        ({"start_step": 0.5}, TypeError, r"batches: start_step must be in \[0, 1\], got 0\.5"),
+        ({"prefetch": "a"}, TypeError, "batches: prefetch must be an integer .* got 'a'"),
+    ],
+)
+def test_numbers_are_checked_at_once(change, error, message):
+    arguments = {"epoch": 0, "fetch": fetch, "mesh": data_mesh(2), **change}
+    with pytest.raises(error, match=message):
+        batches(EpochPlan(4, 2, 2), **arguments)

@@ -232,3 +232,33 @@ def test_memory_is_the_result_and_little_more(known, shape):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2.2 * (found.ids.nbytes + found.predictions.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("pad", "dtype"),
+    [
+        *[(-0.5, int), (float("nan"), int), (-1, bool), (300, np.uint8), (2**70, int)],
+        *[(1e300, np.float32), ("x", float), ([1], int)],
+    ],
+)
+def test_a_pad_that_the_dtype_cannot_hold_is_refused(pad, dtype):
+    narrow, wide = np.ones((2, 1), dtype), np.ones((2, 2), dtype)
+    with pytest.raises(TypeError, match=r"pad must be a value of the predictions' dtype, got"):
+        gather_by_id([[0, 1], [2, 3]], None, [narrow, wide], pad=pad)
+
+
+def test_a_pad_that_would_be_cut_off_is_refused():
+    words = [np.array([["ab"], ["c"]]), np.array([["ab", "x"], ["c", "d"]])]
+    with pytest.raises(TypeError, match=r"pad must be a value .* got '<pad>' for <U2"):
+        gather_by_id([[0, 1], [2, 3]], None, words, pad="<pad>")
+    assert gather_by_id([[0, 1], [2, 3]], None, words, pad="-").predictions[0].tolist() == [
+        "ab",
+        "-",
+    ]
+
+
+def test_large_ids_are_taken_whatever_kind_of_integer_asks():
+    found = gather_by_id(np.array([1, 2**53, 2**53 + 1]), None, np.arange(3))
+    assert found.take(np.array([2**53 + 1, 2**53], np.uint64)).tolist() == [2, 1]
+    with pytest.raises(CoverageError, match=f"got {2**64 - 1} without one"):
+        found.take(np.array([2**64 - 1], np.uint64))

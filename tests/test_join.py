@@ -251,3 +251,34 @@ def test_padding_a_joined_batch_adds_no_missing_weight():
     padded = last.padded(5)
     assert padded.missing.tolist() == [1, 0, 0, 0, 0]
     assert padded.weights.tolist() == [0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("engine", ["shard_map", "jit"])
+def test_ranks_that_left_stretch_every_term_alike(engine, microbatches):
+    def loss_fn(params, batch):
+        nll = weighted_sum(params["w"] * batch.data, batch.weights)
+        return {"nll": nll, "penalty": nll.once(params["w"]), "hits": nll}
+
+    mesh = data_mesh(4)
+    step = make_train_step(
+        loss_fn,
+        mesh,
+        engine=engine,
+        microbatches=microbatches,
+        coefficients={"nll": 1.0, "penalty": 1.0, "hits": 0.0},
+    )
+    state = TrainState.create(apply_fn=None, params={"w": jnp.float32(1)}, tx=optax.sgd(1.0))
+    one = Batch.of(np.ones(2, np.float32))
+    streams = [[one, one], [one, one], [one], [one]]
+    seen = []
+    for batch in join_batches(streams, mesh, convention="initial_ranks"):
+        before = float(state.params["w"])
+        state, report = step(state, batch)
+        seen.append([float(report.means[name]) for name in ("nll", "penalty", "hits")])
+        pulled = before - float(state.params["w"])
+    # two of four ranks are left: what pulls counts half, what is only reported does not
+    first, last = seen
+    np.testing.assert_allclose(first, [1, 1, 1])
+    np.testing.assert_allclose(last, np.array([0.5, 0.5, 1]) * before, atol=1e-6)
+    np.testing.assert_allclose(pulled, 1.0)

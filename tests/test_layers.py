@@ -26,7 +26,7 @@ NUMPY_HALF = [
     ],
 ]
 JAX_HALF = [
-    *["coordination", "mesh", "sums", "terms", "weighting", "batch", "layout", "forms", "feed"],
+    *["coordination", "mesh", "sums", "batch", "terms", "weighting", "layout", "forms", "feed"],
     *["skipping", "multi_steps", "compiled", "step", "nnx_train", "train"],
     *["streams", "stopping", "join"],
     *["exchange", "places", "predictions", "shards", "rows", "gathering", "parts", "evaluation"],

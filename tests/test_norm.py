@@ -368,3 +368,22 @@ def test_an_axis_that_is_not_mapped_is_named():
     variables = jax.jit(norm.init)(jax.random.key(0), INPUT)
     with pytest.raises(ValueError, match="BatchNorm: axis_name must be an axis mapped here"):
         norm.apply(variables, INPUT, mutable="batch_stats")
+
+
+@pytest.mark.parametrize("weights", [None, np.ones(2**15, np.int32)])
+def test_more_positions_than_int32_counts(weights):
+    norm = BatchNorm(use_running_average=False)
+    rows = jax.ShapeDtypeStruct((2**15, 256, 256, 1), jnp.bfloat16)
+    key = jax.random.key(0)
+    out, _ = jax.eval_shape(lambda x: norm.init_with_output(key, x, weights=weights), rows)
+    assert out.shape == rows.shape
+
+
+@pytest.mark.parametrize("weight", [2**19 - 1, 2**19, 2**22])
+def test_large_weights_do_not_wrap_around(weight):
+    norm = BatchNorm(use_running_average=False, momentum=0.0, use_fast_variance=False)
+    x = jnp.arange(4.0)[:, None, None] * jnp.ones((4, 1024, 1))
+    variables = norm.init(jax.random.key(0), x)
+    weights = jnp.full((4,), weight)
+    _, updates = norm.apply(variables, x, weights=weights, mutable="batch_stats")
+    np.testing.assert_allclose(updates["batch_stats"]["mean"], [1.5], rtol=1e-6)

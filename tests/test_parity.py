@@ -22,6 +22,7 @@ from jax_ddp_weighting import (
     value_and_grad,
     weighted_sum,
 )
+from jax_ddp_weighting.differences import differences
 from jax_ddp_weighting.parity import ALL
 
 
@@ -414,3 +415,34 @@ def test_a_tolerance_that_tells_nothing_is_refused(rtol):
             call()
     with pytest.raises(TypeError, match=r"check_gradients: rtol must be a number .* got '1e-5'"):
         check_gradients(loss_fn, 1.0, batch, [(3, 1)], rtol="1e-5")
+
+
+def test_a_tolerance_of_zero_compares_bit_for_bit():
+    def plain(w, batch):
+        return weighted_sum(w * batch.data, batch.weights)
+
+    batch = Batch.of(np.float32([1, 2, 3, 4]))
+    report = check_gradients(plain, np.float32(1), batch, (2, 2), engines=["vmap"], rtol=0)
+    assert report.worst.excess == 0
+    options = {"engines": ["pmap"], "rtol": 0, "gradient": local_mean}
+    with pytest.raises(ParityError, match="differ at rtol=0"):
+        check_gradients(plain, np.float32(1), batch, (3, 1), **options)
+    check_additive(plain, np.float32(1), batch, (2, 2))  # one split, as it is
+
+
+def test_complex_gradients_are_compared_whole():
+    def loss(w, batch):
+        return weighted_sum(jnp.abs(w - batch.data) ** 2, batch.weights)
+
+    right = {"params": np.array([1 + 2j, 3 - 1j])}
+    options = {
+        "split": (1,),
+        "engine": "vmap",
+        "rtol": None,
+        "caller": "test",
+        "scaled_by": "params",
+    }
+    (same,) = differences(right, right, **options)
+    (other,) = differences({"params": right["params"].real.astype(complex)}, right, **options)
+    assert same.equal
+    assert not other.equal

@@ -175,3 +175,24 @@ def test_processes_go_on_from_one_step(tmp_path):
         assert [(each.code, each.out) for each in ended] == [(0, f"{start}\n")] * 2, ended
         assert due_step(tmp_path, EpochPlan(11, num_replicas=2, batch_size=2)) == step
     np.testing.assert_array_equal(read_parts(tmp_path).predictions, held_ids(tmp_path) * 2)
+
+
+def test_a_part_of_several_steps_comes_back(tmp_path):
+    for first in (0, 4):
+        ids = [[first, first + 1], [first + 2, first + 3]]
+        write_part(tmp_path, ids, None, [np.array(["ab", "cd"]), np.array(["efgh", "i"])])
+    found = read_parts(tmp_path, num_examples=8).predictions.tolist()
+    assert found == ["ab", "cd", "efgh", "i"] * 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "error", "message"),
+    [
+        ([np.ones(2), np.ones(2, int)], TypeError, "write_part: predictions must have one dtype"),
+        ([np.ones((2, 1)), np.ones((2, 2))], ValueError, "write_part: .* rows of one shape"),
+    ],
+)
+def test_steps_that_differ_are_refused_before_they_are_written(tmp_path, steps, error, message):
+    with pytest.raises(error, match=message):
+        write_part(tmp_path, [[0, 1], [2, 3]], None, steps)
+    assert not list(tmp_path.iterdir())

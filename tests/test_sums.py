@@ -124,3 +124,27 @@ def test_weights_of_another_shape_are_refused():
 def test_labels_that_are_no_integers_are_refused():
     with pytest.raises(TypeError, match="valid_labels: labels must be integers, got float32"):
         valid_labels(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ignore_index", "labels", "weights"),
+    [
+        (np.uint8, -100, [156, 156, 1], [1, 1, 1]),  # -100 wraps around to 156
+        (np.uint16, -100, [65436, 3, 1], [1, 1, 1]),
+        (np.int8, 255, [3, -1, 5], [1, 1, 1]),
+        (np.uint8, 255, [3, 255, 5], [1, 0, 1]),
+        (np.int8, -100, [3, -100, 5], [1, 0, 1]),
+    ],
+)
+def test_an_ignored_label_that_the_dtype_cannot_hold_is_no_class(
+    dtype, ignore_index, labels, weights
+):
+    found = valid_labels(np.array(labels, dtype), ignore_index)[1]
+    assert found.tolist() == weights
+
+
+def test_a_fractional_ignore_index_is_refused():
+    with pytest.raises(
+        TypeError, match=r"valid_labels: ignore_index must be an integer, got -1\.5"
+    ):
+        valid_labels(jnp.array([3, -1]), -1.5)

@@ -578,3 +578,65 @@ def test_bad_calls_are_refused():
         make_train_step(loss_fn, data_mesh(2), mutable="stats")(state, batch)
     with pytest.raises(ValueError, match="rng must be given where rng_per='example', got None"):
         make_train_step(loss_fn, data_mesh(2), rng_per="example")(state, batch)
+
+
+@pytest.mark.parametrize("leaf", [jnp.float32(0.07), jnp.array(0.07), jnp.log(1 / 0.07), 0.07])
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adamw(1e-3)])
+def test_a_weakly_typed_parameter_compiles_no_second_step(leaf, tx):
+    traces = []
+
+    def loss_fn(params, batch):
+        traces.append(1)
+        return weighted_sum((params["w"] - batch.data) ** 2, batch.weights)
+
+    step = make_train_step(loss_fn, data_mesh(2))
+    state = TrainState.create(apply_fn=None, params={"w": leaf}, tx=tx)
+    counts = []
+    for _ in range(3):
+        state, _ = step(state, Batch.of(np.arange(8, dtype=np.float32)))
+        counts.append(len(traces))
+    assert counts[0] == counts[-1]
+
+
+def scalar_state():
+    return TrainState.create(apply_fn=None, params={"w": jnp.float32(0)}, tx=optax.sgd(0.1))
+
+
+def scalar_loss(params, batch, *_):
+    return weighted_sum((params["w"] - batch.data) ** 2, batch.weights)
+
+
+@pytest.mark.parametrize("wide", [2**32 + 5, -(2**40) - 1])
+def test_ids_that_a_device_would_cut_are_refused(wide):
+    batch = Batch.of(np.zeros(2, np.float32), ids=np.array([5, wide]))
+    step = make_train_step(scalar_loss, data_mesh(1), rng_per="example")
+    with pytest.raises(ValueError, match=rf"ids must be of at most 32 bits .* got {wide}"):
+        step(scalar_state(), batch, jax.random.key(0))
+    with jax.enable_x64(True):
+        step(scalar_state(), batch, jax.random.key(0))
+
+
+def test_a_term_may_have_any_name():
+    def loss_fn(params, batch):
+        return {"accepted rows": scalar_loss(params, batch)}
+
+    step = make_train_step(loss_fn, data_mesh(1), coefficients={"accepted rows": 1.0})
+    state, report = step(scalar_state(), Batch.of(np.ones(3, np.float32)))
+    assert list(report.means) == ["accepted rows"]
+    np.testing.assert_allclose(float(state.params["w"]), 0.2)
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [(jnp.bfloat16, 1028), (jnp.float16, 70000)])
+def test_accepted_weight_is_counted_in_float32_at_least(dtype, rows):
+    batch = Batch.of(np.zeros(rows, np.float32), weights=jnp.ones(rows, dtype))
+    _, report = make_train_step(scalar_loss, data_mesh(1))(scalar_state(), batch)
+    assert float(report.weight) == rows
+
+
+def test_coefficients_of_which_none_trains_are_refused():
+    with pytest.raises(ValueError, match=r"coefficients must have one that is not 0, got \{'a': 0"):
+        make_train_step(scalar_loss, data_mesh(1), coefficients={"a": 0.0})
+    with pytest.raises(
+        TypeError, match=r"make_train_step: mesh must be a jax\.sharding\.Mesh, got"
+    ):
+        make_train_step(scalar_loss, 4)

@@ -65,3 +65,8 @@ def test_an_index_past_the_end_is_an_index_error(index):
         source[index]
     with pytest.raises(TypeError, match=r"index must be an integer, got '0' \(str\)"):
         source["0"]
+
+
+def test_a_source_of_more_epochs_than_python_can_count_is_cut_at_what_it_can():
+    source = RankIndices(EpochPlan(10, 4, 1), rank=1, num_epochs=2**62)
+    assert sys.maxsize - 3 < len(source) <= sys.maxsize

@@ -4,6 +4,7 @@ import json
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -258,7 +259,9 @@ def test_loss_functions_that_cannot_be_weighed_are_named(loss_fn, options, error
 
 
 def test_microbatches_below_one_are_refused_at_once():
-    with pytest.raises(ValueError, match="microbatches must be at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match=r"value_and_grad: microbatches must be an integer in .* got 0"
+    ):
         value_and_grad(linear_loss, microbatches=0)
 
 
@@ -270,3 +273,21 @@ def test_integer_parameters_are_refused():
 def test_an_unmapped_axis_is_named_by_rank_share():
     with pytest.raises(ValueError, match="rank_share: axis_name must be an axis mapped here"):
         rank_share(WeightedSum(1.0, 1), "data")
+
+
+def test_a_field_called_missing_is_its_owners_affair():
+    class Rows(NamedTuple):
+        x: Any
+        missing: Any
+
+    def loss_fn(w, batch):
+        return weighted_sum(w * batch.x * (1 - batch.missing))
+
+    loss, gradient = value_and_grad(loss_fn)(1.0, Rows(jnp.ones(4), jnp.array([0, 0, 1.0, 1])))
+    assert (float(loss.value), float(gradient), int(loss.terms["loss"].weight)) == (0.5, 0.5, 4)
+
+
+@pytest.mark.parametrize("microbatches", [2.0, "2", True])
+def test_microbatches_that_are_no_number_of_them_are_refused(microbatches):
+    with pytest.raises(TypeError, match="value_and_grad: microbatches must be an integer"):
+        value_and_grad(linear_loss, microbatches=microbatches)

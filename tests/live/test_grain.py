@@ -125,3 +125,15 @@ def test_every_record_has_a_random_stream_of_its_own():
     again = ours(1).grain_sampler(2)[3]
     assert again.rng.integers(2**62) == draws[4 + 3]
     assert again.record_key == ours(1).source(2)[3]
+
+
+def test_a_sampler_made_for_each_epoch_has_the_streams_of_one_for_all():
+    sampler = DistributedSampler(9, 2, 0, tail="mask", order="keyed")
+    drawn = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        drawn += [sampler.grain_sampler()[i].rng.integers(2**60) for i in range(len(sampler))]
+    sampler.set_epoch(0)
+    whole = sampler.grain_sampler(3)
+    assert drawn == [whole[i].rng.integers(2**60) for i in range(len(whole))]
+    assert len(set(drawn)) == len(drawn)
