@@ -84,3 +84,9 @@ def test_the_readmes_commands_find_what_it_says(command, code):
 
 def test_every_command_of_the_readme_is_run():
     assert [line.split()[1] for line in readme_commands()] == ["audit", "parity"]
+
+
+def test_the_readmes_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+    assert links

@@ -24,11 +24,24 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize(("code", "output"), PROGRAMS)
-def test_programs_print_what_is_shown(code, output):
+def test_programs_print_what_is_shown(code, output, tmp_path):
     # in a process of its own: a program sets its own device count
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == output
+
+
+def test_a_run_that_was_logged_as_shown_can_be_audited_as_shown(tmp_path, monkeypatch):
+    text = (DOCS / "command-line.md").read_text()
+    (program,) = [code for code, _ in BLOCK.findall(text) if "json.dumps" in code]
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=tmp_path)
+    (command,) = re.findall(r"^jax-ddp-weighting (audit .*\.jsonl .*)$", text, flags=re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    arguments = command.replace("epoch0-*.jsonl", *map(str, tmp_path.glob("epoch0-*.jsonl")))
+    assert cli.run(arguments.split()) == 0
+    without_weights = arguments.replace(" --weight-column weights", "")
+    assert cli.run(without_weights.split()) == 1
 
 
 def test_every_program_of_the_tutorial_shows_its_output():
