@@ -73,6 +73,16 @@ if rank == 0:
 else:
     jdw.batches(plan, 0, failing, mesh)
 told("after all", lambda ids: pixels[ids])
+# the mesh of other processes is theirs alone
+if rank == 1:
+    told("theirs", lambda ids: pixels[ids], Mesh(devices[:2], ("data",)), jdw.EpochPlan(47, 2, 6))
+# each process enters the rows that it holds, and of those that both hold one does
+for name in ("in order", "a second axis across"):
+    here = plan if meshes[name].shape["data"] == 4 else jdw.EpochPlan(47, 2, 6, seed=1)
+    ledger = jdw.Ledger(47, epoch=0)
+    for batch in jdw.batches(here, 0, lambda ids: pixels[ids], meshes[name]):
+        ledger.add(batch.ids, batch.weights)
+    print("ledger", ledger.accepted, ledger.num_due, flush=True)
 """
 
 
@@ -104,5 +114,13 @@ def test_any_layout_works_and_unequal_rows_are_refused_before_they_are_global():
         "absent RuntimeError batches: process 1 absent, without first rows after 1 s. Look at the "
         "logs of the absent: they are gone or slow; timeout_s gives more time.",
     ]
-    assert ended[0].out.splitlines() == [*both, failure[0], *alone, "after all (12, 3)"]
-    assert ended[1].out.splitlines() == [*both, failure[1], "after all (12, 3)"]
+    theirs = (
+        "theirs ValueError batches: mesh must hold a device of this process, got processes 0 for "
+        "process 1. Make it of jax.devices(), or call this on the processes that it holds."
+    )
+    after = "after all (12, 3)"
+    first, second = ended[0].out.splitlines(), ended[1].out.splitlines()
+    assert first[:-2] == [*both, failure[0], *alone, after]
+    assert second[:-2] == [*both, failure[1], after, theirs]
+    assert first[-2:] == ["ledger 24 23", "ledger 47 0"]
+    assert second[-2:] == ["ledger 23 24", "ledger 0 47"]
