@@ -134,7 +134,7 @@ def print_plan(summary: PlanSummary) -> None:
             f"a rank's batch of {cost.rows:,} rows: {cost.milliseconds:.3g} ms, {cost.bytes:,}"
             f" bytes (the whole order would take {cost.order_bytes:,})"
         )
-    elif plan.batch_size > ROWS_MADE:
+    elif plan.steps_per_epoch and plan.batch_size > ROWS_MADE:
         print_line(
             f"a rank's batch of {plan.batch_size:,} rows was not made: beyond {ROWS_MADE:,} it"
             " would cost too much here. Take a smaller batch to see what one costs."

@@ -121,7 +121,7 @@ def diagnose(
         typer.Argument(
             metavar="MODULE:FUNCTION",
             help="gradient_of(token_loss, params, tokens, weights): reduces as your code does, over"
-            " tokens and weights of shape [ranks, microbatches, tokens].",
+            " tokens and weights of shape \\[ranks, microbatches, tokens].",  # no markup of rich's
         ),
     ],
     num_replicas: Annotated[

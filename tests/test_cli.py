@@ -114,6 +114,8 @@ def test_plan_does_not_make_a_huge_batch_only_to_measure_it(capsys):
     assert "a rank's batch of 2,000,000,000 rows was not made" in out
     first = EpochPlan(10, 2, 2_000_000_000).slots(0, 1).ids[:4].tolist()
     assert ", ".join(map(str, first)) in out
+    assert run("plan", "-n", "10", "-w", "2", "-b", "2e9", "--tail", "drop") == 0
+    assert "was not made" not in printed(capsys)  # an epoch without a step has no batch
 
 
 def test_no_number_of_a_table_is_cut(capsys, monkeypatch):
