@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
-from jax_ddp_weighting import counting, reading
+from jax_ddp_weighting import __version__, counting, reading
 from jax_ddp_weighting.options import BAD_INPUT, NAME, RIGHT
 
 app = typer.Typer(
@@ -19,6 +20,24 @@ for command in (
     *(counting.parity, counting.diagnose, counting.report),
 ):
     app.command()(command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"{NAME} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Its options are those of no command; what it does, a callback does."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -42,7 +61,10 @@ def run(arguments: Sequence[str]) -> int:
     except (ValueError, TypeError, OverflowError) as error:
         return _refused(str(error))
     except MemoryError as error:
-        return _refused(f"{error}. Take fewer examples, or order=keyed, which makes no lists.")
+        return _refused(
+            f"{error}. Take fewer examples, a smaller batch or fewer ranks; order=keyed makes no"
+            " lists."
+        )
     return status if isinstance(status, int) else RIGHT
 
 

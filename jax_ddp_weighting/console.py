@@ -15,7 +15,7 @@ from rich.table import Table
 
 from jax_ddp_weighting.arguments import listed
 from jax_ddp_weighting.audit import CoverageError, EpochAudit
-from jax_ddp_weighting.summary import PlanSummary
+from jax_ddp_weighting.summary import ROWS_MADE, PlanSummary
 from jax_ddp_weighting.walk import AuditedEpoch
 
 _WRONG = 3  # audits of which it is told what is wrong
@@ -36,7 +36,12 @@ def _plain(value: Any) -> Any:
 
 def print_line(text: str = "") -> None:
     """A line, not folded: it may be searched or cut by other programs."""
-    Console(highlight=False, markup=False, soft_wrap=True).print(text)
+    Console(highlight=False, markup=False, soft_wrap=True).print(_printable(text))
+
+
+def _printable(text: str) -> str:
+    """Text in which names of files may stand, which need not be UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -61,7 +66,13 @@ def shown(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.3g}" if isinstance(value, float) else "-" if value is None else str(value)
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float)
+        else "-"
+        if value is None
+        else _printable(str(value))
+    )
 
 
 @contextmanager
@@ -123,6 +134,11 @@ def print_plan(summary: PlanSummary) -> None:
             f"a rank's batch of {cost.rows:,} rows: {cost.milliseconds:.3g} ms, {cost.bytes:,}"
             f" bytes (the whole order would take {cost.order_bytes:,})"
         )
+    elif plan.steps_per_epoch and plan.batch_size > ROWS_MADE:
+        print_line(
+            f"a rank's batch of {plan.batch_size:,} rows was not made: beyond {ROWS_MADE:,} it"
+            " would cost too much here. Take a smaller batch to see what one costs."
+        )
     elif plan.steps_per_epoch:
         print_line(
             f"torch's order of {plan.num_examples:,} ids is made whole, 8 bytes an id and more:"
@@ -138,8 +154,8 @@ def print_files(files: Sequence[Path], ids: Sequence[Any], audit: EpochAudit) ->
     print_table("Ranks", ["rank", "file", "slots", "accepted"], rows)
 
 
-def print_audits(audited: Sequence[AuditedEpoch]) -> None:
-    """The table of `audit`, and what is wrong in the first of the epochs that are."""
+def print_audits(audited: Sequence[AuditedEpoch], hint: str = "") -> None:
+    """The table of `audit`, and what is wrong in the first of the epochs that are, and a hint."""
     audits = [each.audit for each in audited]
     print_table(
         f"Every one of {audits[0].num_examples:,} ids exactly once?",
@@ -164,7 +180,7 @@ def print_audits(audited: Sequence[AuditedEpoch]) -> None:
         try:
             audit.check_exactly_once()
         except CoverageError as error:
-            print_line(str(error))
+            print_line(f"{error}{hint}")
     if len(wrong) > _WRONG:
         print_line(f"and {len(wrong) - _WRONG} epochs more")
 

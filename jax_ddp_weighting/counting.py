@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from jax_ddp_weighting import idfiles, targets
-from jax_ddp_weighting.arguments import check_integer, check_num_replicas, check_rtol
+from jax_ddp_weighting.arguments import check_microbatches, check_num_replicas, check_rtol
 from jax_ddp_weighting.console import (
     print_json,
     print_line,
@@ -38,7 +38,8 @@ def parity(
         typer.Argument(
             metavar="[MODULE:FUNCTION]",
             help="Called without arguments, returns (loss_fn, params, batch), or a dict of"
-            " check_gradients' arguments. A tiny case of ours where none is given.",
+            " check_gradients' arguments, over which options given here win. A tiny case of ours"
+            " where none is given.",
         ),
     ] = None,
     split: Annotated[
@@ -49,8 +50,11 @@ def parity(
         list[str] | None, typer.Option(help="A regime to compare in; may be repeated. All of them.")
     ] = None,
     microbatches: Annotated[
-        int, typer.Option("--microbatches", "-k", help="Microbatches of each rank.", **NUMBER)
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--microbatches", "-k", help="Microbatches of each rank; 1 by default.", **NUMBER
+        ),
+    ] = None,
     rtol: Annotated[
         float | None, typer.Option(help="Difference allowed, of the leaf's largest; by dtype.")
     ] = None,
@@ -60,7 +64,8 @@ def parity(
     """Gradients proved equal: every split of a batch, in every regime, against one device."""
     from jax_ddp_weighting import proof
 
-    _check_microbatches("parity", microbatches)
+    if microbatches is not None:
+        check_microbatches("parity: microbatches", microbatches)
     if rtol is not None:
         check_rtol("parity: rtol", rtol)
     splits = [_split(text) for text in split or []]
@@ -72,13 +77,11 @@ def parity(
         with targets.in_one_line(f"parity: calling {target}"):
             case = function()
     case = proof.checked_case(case)
-    if not split:
-        splits = proof.default_splits(len(case["batch"].weights))
     with waiting("comparing gradients"), targets.in_one_line("parity: the gradient"):
         found = proof.prove(
             case,
-            splits,
-            engines=engine or proof.ALL,
+            splits or None,
+            engines=engine or None,
             microbatches=microbatches,
             rtol=rtol,
         )
@@ -96,11 +99,6 @@ def _split(text: str) -> tuple[int, ...]:
         raise ValueError(
             f"parity: --split must be rows per rank, got {text!r}. For instance: --split 3,1"
         ) from None
-
-
-def _check_microbatches(command: str, number: int) -> None:
-    rule, remedy = "be an integer of at least 1", "1 takes a batch whole."
-    check_integer(f"{command}: microbatches", number, 1, 2**31, rule, remedy)
 
 
 def _start_jax(devices: int, x64: bool) -> None:
@@ -123,7 +121,7 @@ def diagnose(
         typer.Argument(
             metavar="MODULE:FUNCTION",
             help="gradient_of(token_loss, params, tokens, weights): reduces as your code does, over"
-            " tokens and weights of shape [ranks, microbatches, tokens].",
+            " tokens and weights of shape \\[ranks, microbatches, tokens].",  # no markup of rich's
         ),
     ],
     num_replicas: Annotated[
@@ -138,7 +136,7 @@ def diagnose(
     """How your own reduction counts each token: its convention, by name, and what mends it."""
     from jax_ddp_weighting import diagnosis
 
-    _check_microbatches("diagnose", microbatches)
+    check_microbatches("diagnose: microbatches", microbatches)
     _start_jax(check_num_replicas("diagnose: num_replicas", num_replicas), x64)
     gradient_of = targets.load("diagnose", target)
     with waiting("looking at gradients"), targets.in_one_line(f"diagnose: {target}"):
@@ -218,7 +216,8 @@ def report(
     with waiting("drawing"):
         pictures = {name: figures.as_png(each) for name, each in figures.drawn(findings).items()}
     command = shlex.join([NAME, *context.obj])
-    files = {path: page(findings, pictures, command).encode()}
+    # names of files are bytes, which need not be UTF-8; a page must be
+    files = {path: page(findings, pictures, command).encode(errors="backslashreplace")}
     if png is not None:
         png.mkdir(parents=True, exist_ok=True)
         files |= {png / f"{name}.png": picture for name, picture in pictures.items()}
@@ -235,7 +234,11 @@ def _write(path: Path, content: bytes) -> None:
     """The whole file, or the old one."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        try:
+            partial.write_bytes(content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = str(path)  # the file that was asked for
+        raise

@@ -12,6 +12,8 @@ from jaxtyping import Float64, Integer, Num
 from jax_ddp_weighting.arguments import listed
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npz")
+_OPTIONS = {"ids": "--column", "weights": "--weight-column"}
 
 
 def read_ids(path: Path, *, column: str | None = None) -> Integer[np.ndarray, " slots"]:
@@ -60,15 +62,28 @@ def read_weights(path: Path, *, column: str | None = None) -> Float64[np.ndarray
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file holds something else; the message names file, line and value.
+        ValueError: the file holds something else, or a weight is negative, infinite or NaN; the
+            message names file, line or row, and value.
     """
+    if column is None and path.suffix in JSON_LINES:
+        raise ValueError(
+            f"{path}: weights must be text or an array where no column is named, got JSON lines."
+            " Give a .txt or .npy file."
+        )
     weights = _read("weights", path, column, np.dtype(np.float64), _is_number)
     if weights.dtype.kind not in "iufb":
         raise ValueError(
             f"{path}: weights must be numbers, got an array of {weights.dtype}. Padding weighs 0,"
             " every other slot what it counts."
         )
-    return weights.astype(np.float64)
+    weights = weights.astype(np.float64)
+    wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
+    if wrong.size:
+        raise ValueError(
+            f"{path}: weights must be finite and at least 0, got {weights[wrong[0]]:g} at row"
+            f" {wrong[0]}. What is not to count weighs 0."
+        )
+    return weights
 
 
 def read_ranks(
@@ -129,6 +144,11 @@ def _read(
         raise ValueError(
             f"{path}: must be a file of {what}, got a folder. Name the files in it, one a rank."
         )
+    if path.suffix in _PACKED:
+        raise ValueError(
+            f"{path}: must be text, .npy or JSON lines, got a {path.suffix} file. Unpack it, and"
+            " name what was in it."
+        )
     if path.suffix in JSON_LINES:
         return _from_json_lines(what, path, column, dtype, belongs)
     if column is not None:
@@ -152,7 +172,7 @@ def _from_npy(what: str, path: Path) -> Num[np.ndarray, " slots"]:
 
 def _from_text(what: str, path: Path, dtype: np.dtype[Any]) -> Num[np.ndarray, " slots"]:
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # editors of Windows start it with a byte order mark
     except UnicodeDecodeError:
         raise ValueError(
             f"{path}: must be text in UTF-8, got other bytes. Arrays are read from .npy files."
@@ -162,14 +182,25 @@ def _from_text(what: str, path: Path, dtype: np.dtype[Any]) -> Num[np.ndarray, "
     except (ValueError, OverflowError):
         number, word = next(_misfits(text, dtype))
         kind = "integers of 64 bits" if dtype.kind == "i" else "numbers"
+        remedy = f"JSON lines are read from files named {' or '.join(JSON_LINES)}."
+        if _is_header(text, number):
+            remedy = f"Remove the header: only {what} belong in the file."
+            if what == "ids":
+                remedy += " Weights go in files of their own, named by --weights."
         raise ValueError(
-            f"{path}: line {number}: {what} must be {kind}, got {word!r}. JSON lines are read"
-            f" from files named {' or '.join(JSON_LINES)}."
+            f"{path}: line {number}: {what} must be {kind}, got {word!r}. {remedy}"
         ) from None
 
 
 def _words(text: str) -> list[str]:
     return re.sub("#.*", "", text).replace(",", " ").split()
+
+
+def _is_header(text: str, number: int) -> bool:
+    """Whether that line names columns, as in a CSV file: the first, and nothing but names."""
+    *before, line = text.splitlines()[:number]
+    names = [word.strip("\"'") for word in _words(line)]
+    return not any(map(_words, before)) and all(map(str.isidentifier, names))
 
 
 def _misfits(text: str, dtype: np.dtype[Any]) -> Iterator[tuple[int, str]]:
@@ -202,7 +233,7 @@ def _in_column(
 ) -> list[Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter where it is nested too deeply
         raise ValueError(
             f"{where}: must be a JSON object, got {line[:40]!r} ({_one_line(error)}). JSON lines"
             " hold one object a line."
@@ -216,7 +247,7 @@ def _in_column(
         asked = "got no column to read" if column is None else f"got no column {column!r}"
         raise ValueError(
             f"{where}: {what} must be in a named column, {asked}. This line has"
-            f" {', '.join(map(repr, entry)) or 'none'}."
+            f" {listed([repr(key) for key in entry]) or 'none'}: name one by {_OPTIONS[what]}."
         )
     values = entry[column] if isinstance(entry[column], list) else [entry[column]]
     wrong = [value for value in values if not belongs(value)]

@@ -1,5 +1,6 @@
 """What the commands share: the program's name, exit statuses, and options."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -39,6 +40,16 @@ TailOption = Annotated[
 OrderOption = Annotated[
     Order, typer.Option(help="keyed: the cost of the rows asked for; torch: bit for bit torch's.")
 ]
-Seed = Annotated[int, typer.Option(help="Chooses the orders.")]
+Seed = Annotated[int, typer.Option(help="Chooses the orders.", **NUMBER)]
 Shuffle = Annotated[bool, typer.Option("--shuffle/--no-shuffle", help="A new order each epoch.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+
+
+def given(context: typer.Context, parameters: Sequence[str]) -> list[str]:
+    """The options, of these parameters, that stand on the command line: defaults do not."""
+    found = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in parameters and source is not None and source.name == "COMMANDLINE":
+            found.append("/".join([parameter.opts[0], *parameter.secondary_opts]))
+    return found

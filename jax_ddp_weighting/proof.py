@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from jax_ddp_weighting.feed import Batch
-from jax_ddp_weighting.parity import ALL, ParityError, ParityReport, check_gradients
+from jax_ddp_weighting.parity import ParityError, ParityReport, check_gradients
 from jax_ddp_weighting.sums import WeightedSum, weighted_sum
 from jax_ddp_weighting.weighting import GlobalLoss
 
@@ -76,7 +76,7 @@ def checked_case(case: Any) -> dict[str, Any]:
     """What a user's function returned, as arguments of `check_gradients`.
 
     Raises:
-        ValueError: it is no case.
+        ValueError: it is no case, or one whose gradients are 0 whatever is done wrong.
     """
     if isinstance(case, tuple) and len(case) == len(_CASE):
         case = dict(zip(_CASE, case, strict=True))
@@ -90,6 +90,12 @@ def checked_case(case: Any) -> dict[str, Any]:
         raise ValueError(
             "parity: batch of the target must be a Batch, got"
             f" {type(case['batch']).__name__}. Batch.of(data, weights) makes one."
+        )
+    weights = np.asarray(case["batch"].weights)
+    if not (weights > 0).any():
+        raise ValueError(
+            "parity: batch of the target must have a row of weight above 0, got"
+            f" {weights.size} rows without weight. Their gradient is 0 however it is reduced."
         )
     return dict(case)
 
@@ -108,20 +114,22 @@ def default_splits(rows: int) -> list[tuple[int, ...]]:
 
 def prove(
     case: Mapping[str, Any],
-    splits: Sequence[tuple[int, ...]],
+    splits: Sequence[tuple[int, ...]] | None = None,
     *,
-    engines: Sequence[str] = ALL,
-    microbatches: int = 1,
+    engines: Sequence[str] | None = None,
+    microbatches: int | None = None,
     rtol: float | None = None,
 ) -> Proof:
     """Every comparison of `check_gradients`, and the same for a gradient that is wrong.
 
+    The rule: an argument that is given wins over the case's own of that name.
+
     Args:
         case: arguments of `check_gradients`.
-        splits: ways of dealing the rows to ranks.
-        engines: the regimes to compare in.
-        microbatches: microbatches of each rank.
-        rtol: the difference allowed; by dtype when None.
+        splits: ways of dealing the rows to ranks; those of `default_splits` by default.
+        engines: the regimes to compare in; all by default.
+        microbatches: microbatches of each rank; 1 by default.
+        rtol: the difference allowed; by dtype by default.
 
     Returns:
         A `Proof`.
@@ -134,18 +142,18 @@ def prove(
         >>> proof.failure is None, proof.control.worst.difference > 0.01
         (True, True)
     """
-    options = {"microbatches": microbatches, "rtol": rtol}
-    case = {**options, **case}
-    report, failure = _compared(case, splits, engines)
-    control, _ = _compared({**case, "gradient": mean_of_local_means}, splits, [_CONTROL_ENGINE])
+    options = {"splits": splits, "engines": engines, "microbatches": microbatches, "rtol": rtol}
+    given = {name: value for name, value in options.items() if value is not None}
+    case = {"splits": default_splits(len(case["batch"].weights)), **case, **given}
+    report, failure = _compared(case)
+    wrong = {"gradient": mean_of_local_means, "engines": [_CONTROL_ENGINE]}
+    control, _ = _compared({**case, **wrong})
     return Proof(report, control, failure)
 
 
-def _compared(
-    case: Mapping[str, Any], splits: Sequence[tuple[int, ...]], engines: Sequence[str]
-) -> tuple[ParityReport, str | None]:
+def _compared(case: Mapping[str, Any]) -> tuple[ParityReport, str | None]:
     try:
-        report = check_gradients(**{"splits": splits, "engines": engines, **case})
+        report = check_gradients(**case)
     except ParityError as error:
         return error.report, str(error)
     return report, None

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from jax_ddp_weighting import idfiles
-from jax_ddp_weighting.audit import audit_ids
+from jax_ddp_weighting.audit import EpochAudit, audit_ids
 from jax_ddp_weighting.console import (
     print_audits,
     print_files,
@@ -27,10 +27,17 @@ from jax_ddp_weighting.options import (
     Seed,
     Shuffle,
     TailOption,
+    given,
 )
 from jax_ddp_weighting.plan import EpochPlan
 from jax_ddp_weighting.summary import as_json, described, summarised
 from jax_ddp_weighting.walk import AuditedEpoch, audit_epochs
+
+_OF_FILES = ("column", "weight_column", "weights")
+_OF_A_PLAN = (
+    *("num_replicas", "batch_size", "tail", "order", "seed", "shuffle"),
+    *("epochs", "closed_form"),
+)
 
 
 def plan(
@@ -41,7 +48,7 @@ def plan(
     order: OrderOption = "keyed",
     seed: Seed = 0,
     shuffle: Shuffle = True,
-    epoch: Annotated[int, typer.Option(help="The epoch whose first ids are shown.")] = 0,
+    epoch: Annotated[int, typer.Option(help="The epoch whose first ids are shown.", **NUMBER)] = 0,
     json: Json = False,
 ) -> int:
     """Who reads what: steps, tails, accepted slots, each rank's share, and what it costs."""
@@ -63,6 +70,7 @@ def plan(
 
 
 def audit(
+    context: typer.Context,
     num_examples: NumExamples,
     files: Annotated[
         list[Path] | None,
@@ -91,7 +99,9 @@ def audit(
     order: OrderOption = "keyed",
     seed: Seed = 0,
     shuffle: Shuffle = True,
-    epochs: Annotated[int, typer.Option(help="How many epochs of the plan to audit.")] = 2,
+    epochs: Annotated[
+        int, typer.Option(help="How many epochs of the plan to audit.", **NUMBER)
+    ] = 2,
     closed_form: Annotated[
         bool, typer.Option("--closed-form", help="Audit a plan too large to walk slot by slot.")
     ] = False,
@@ -99,9 +109,9 @@ def audit(
 ) -> int:
     """Which ids were read once, twice or never: by a run that wrote them down, or by a plan."""
     if files:
-        if num_replicas is not None or batch_size is not None:
+        if of_a_plan := given(context, _OF_A_PLAN):
             raise ValueError(
-                "audit: give files of ids, or a plan (--num-replicas, --batch-size), got both."
+                f"audit: give files of ids, or a plan, got files and {', '.join(of_a_plan)}."
                 " Files say themselves which rank read what."
             )
         return _audit_files(num_examples, files, column, weight_column, weights or [], json)
@@ -109,6 +119,11 @@ def audit(
         raise ValueError(
             "audit: give files of ids, one per rank, or --num-replicas and --batch-size of a plan,"
             " got neither. For instance: audit -n 50000 rank0.txt rank1.txt"
+        )
+    if of_files := given(context, _OF_FILES):
+        raise ValueError(
+            f"audit: {', '.join(of_files)} must come with files of ids, got none. Name the files of"
+            " ids, or leave the option out to audit a plan."
         )
     audited = EpochPlan(
         num_examples,
@@ -143,8 +158,19 @@ def _audit_files(
         print_json(as_json(found) | {"files": [str(path) for path in files]})
     else:
         print_files(files, ids, found)
-        print_audits([AuditedEpoch(found)])
+        print_audits([AuditedEpoch(found)], _hint(found, weights is not None))
     return RIGHT if found.exactly_once else WRONG
+
+
+def _hint(found: EpochAudit, weighted: bool) -> str:
+    """What files may hold where ids came twice, beyond what is said of a plan."""
+    hint = ""
+    if found.num_duplicated and not weighted:
+        hint += " Weights were not given: padding rows count."
+    each_again = found.num_duplicated == found.num_examples
+    if each_again and len(set(found.duplicated.values())) == 1:
+        hint += " Several epochs? A file holds one."
+    return hint
 
 
 def _audit_plan(plan: EpochPlan, epochs: int, closed_form: bool, json: bool) -> int:

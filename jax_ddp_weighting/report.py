@@ -17,7 +17,7 @@ from jax_ddp_weighting.mesh import over_ranks
 from jax_ddp_weighting.plan import EpochPlan, Slots
 from jax_ddp_weighting.summary import as_json, described
 from jax_ddp_weighting.sums import WeightedSum, weighted_sum
-from jax_ddp_weighting.walk import AuditedEpoch, audit_epochs
+from jax_ddp_weighting.walk import RANKS, AuditedEpoch, audit_epochs
 from jax_ddp_weighting.weighting import value_and_grad
 
 CHOICES = tuple(name for name in CONVENTIONS if name != "unknown")
@@ -25,6 +25,8 @@ COMPARED = ("mean_of_means", "mean_of_nonempty_means", "rank_token_mean", "step_
 OURS = "ours, measured"
 _SLOTS = 20_000_000  # over all epochs: they are walked one step at a time
 _STEP_SLOTS = 200_000  # of the step that is looked at closely
+_MEASURED = 200_000_000  # numbers of 4 bytes: each rank's gradient holds every slot of that step
+_WEIGHTS = (1e-30, 1e30)  # of examples: sums of many stay within float32
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,18 @@ def found(
     _check(plan, epochs, convention, microbatches, example_weights)
     audited = audit_epochs(plan, epochs, advance=advance)
     seen = np.zeros(plan.num_examples, np.int64)
+    met = np.zeros(plan.num_examples, bool)
+    accepted = np.zeros((plan.num_replicas, plan.steps_per_epoch), np.int64)
+    copies = np.zeros_like(accepted)
     for epoch in range(epochs):
         for step in range(plan.steps_per_epoch):
             slots = plan.batch(epoch, step)
-            np.add.at(seen, slots.ids[slots.weights > 0], 1)
+            counts = slots.weights > 0
+            np.add.at(seen, slots.ids[counts], 1)
+            if epoch == 0:
+                accepted[:, step] = counts.sum(axis=1)
+                copies[:, step] = _copies(slots.ids, counts, met)
             advance(slots.ids.size)
-    accepted, copies = _maps(plan)
     last = plan.batch(0, plan.steps_per_epoch - 1)
     if not _laid_out(last, 1, example_weights).any():
         raise ValueError(
@@ -214,22 +222,21 @@ def _laid_out(slots: Slots, microbatches: int, example_weights: np.ndarray | Non
     return weights.reshape(ranks, rows, microbatches).swapaxes(1, 2)
 
 
-def _maps(plan: EpochPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Accepted rows, and copies among them, of each rank and step of epoch 0."""
-    met = np.zeros(plan.num_examples, bool)
-    accepted = np.zeros((plan.num_replicas, plan.steps_per_epoch), np.int64)
-    copies = np.zeros_like(accepted)
-    for step in range(plan.steps_per_epoch):
-        slots = plan.batch(0, step)
-        counts = slots.weights > 0
-        accepted[:, step] = counts.sum(axis=1)
-        for row in range(plan.batch_size):  # in the order of the epoch: row by row, rank by rank
-            ids, here = slots.ids[:, row], counts[:, row]
-            first = np.zeros(len(ids), bool)
-            first[np.unique(ids, return_index=True)[1]] = True
-            copies[:, step] += here & (met[ids] | ~first)
-            met[ids[here]] = True
-    return accepted, copies
+def _copies(ids: np.ndarray, counts: np.ndarray, met: np.ndarray) -> np.ndarray:
+    """Each rank's accepted rows of a step whose id was met before; those of the step are met then.
+
+    Args:
+        ids: `[ranks, rows]`.
+        counts: of the same shape, whether a row is accepted.
+        met: `[num_examples]`, whether an id was accepted before; written to.
+    """
+    copies = np.zeros(len(ids), np.int64)
+    for column, here in zip(ids.T, counts.T, strict=True):  # as the epoch is ordered: row by row
+        first = np.zeros(len(column), bool)
+        first[np.unique(column, return_index=True)[1]] = True
+        copies += here & (met[column] | ~first)
+        met[column[here]] = True
+    return copies
 
 
 def _check(
@@ -255,12 +262,14 @@ def _check(
         )
     for what, number, most in (
         ("slots of all epochs", plan.num_samples * plan.num_replicas * epochs, _SLOTS),
+        ("ranks of all epochs", plan.num_replicas * epochs, RANKS),
         ("slots of a step", plan.num_replicas * plan.batch_size, _STEP_SLOTS),
+        ("ranks times slots of a step", plan.num_replicas**2 * plan.batch_size, _MEASURED),
     ):
         if number > most:
             raise ValueError(
                 f"report: {what} must be at most {most:,} to be drawn, got {number:,}."
-                " plan and audit --closed-form know no limit."
+                " plan and audit tell of larger plans, without pictures."
             )
     if example_weights is None:
         return
@@ -269,11 +278,14 @@ def _check(
             f"report: example weights must be one for each of the {plan.num_examples} examples, got"
             f" {len(example_weights)}. Write one number for each id, in the order of the ids."
         )
-    wrong = example_weights[~((example_weights >= 0) & np.isfinite(example_weights))]
+    low, high = _WEIGHTS
+    held = (example_weights == 0) | ((example_weights >= low) & (example_weights <= high))
+    wrong = np.flatnonzero(~held)
     if wrong.size:
         raise ValueError(
-            f"report: example weights must be finite and at least 0, got {wrong[0]:g}. An example"
-            " that is not to count weighs 0."
+            f"report: example weights must be 0 or in [{low:g}, {high:g}], got"
+            f" {example_weights[wrong[0]]:g} at row {wrong[0]}. Scale them, all by one factor: only"
+            " their ratios count. An example that is not to count weighs 0."
         )
 
 

@@ -10,6 +10,8 @@ from jax_ddp_weighting.plan import EpochPlan, Tail
 _RANKS = 8  # ranks described one by one; of more, the first ones and the last
 _IDS = 4  # ids shown of a rank
 _WHOLE_ORDER = 20_000_000  # examples up to which torch's order is made only to be looked at
+ROWS_MADE = 10_000_000
+"""Rows up to which a rank's batch is made only to be measured."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class PlanSummary:
         epoch: the epoch whose ids are shown.
         tails: the plan under each of the tails.
         ranks: the first ranks and the last.
-        cost: None where there is no batch, or a whole order too large to make for this alone.
+        cost: None where there is no batch, or where it or a whole order is too large to make for
+            this alone.
     """
 
     plan: EpochPlan
@@ -111,9 +114,11 @@ def summarised(plan: EpochPlan, epoch: int) -> PlanSummary:
     last = plan.num_replicas - 1
     shown = [*range(min(_RANKS - 1, last)), last]
     whole = plan.order == "torch" and plan.shuffle and plan.num_examples > _WHOLE_ORDER
-    cost = None if whole or not plan.steps_per_epoch else _cost(plan, epoch)
+    with_ids = bool(plan.steps_per_epoch) and not whole
+    cost = _cost(plan, epoch) if with_ids and plan.batch_size <= ROWS_MADE else None
     tails = [_tail(replace(plan, tail=tail)) for tail in get_args(Tail)]
-    return PlanSummary(plan, epoch, tails, [_rank(plan, epoch, rank, cost) for rank in shown], cost)
+    ranks = [_rank(plan, epoch, rank, with_ids) for rank in shown]
+    return PlanSummary(plan, epoch, tails, ranks, cost)
 
 
 def _tail(plan: EpochPlan) -> TailSummary:
@@ -131,9 +136,9 @@ def _tail(plan: EpochPlan) -> TailSummary:
     )
 
 
-def _rank(plan: EpochPlan, epoch: int, rank: int, cost: Cost | None) -> RankSummary:
+def _rank(plan: EpochPlan, epoch: int, rank: int, with_ids: bool) -> RankSummary:
     accepted, first = plan.accepted_by(rank), None
-    if cost is not None:
+    if with_ids:
         first = plan.slots(epoch, rank, stop=min(_IDS, plan.num_samples)).ids.tolist()
     return RankSummary(rank, accepted, plan.steps_per_epoch * plan.batch_size - accepted, first)
 

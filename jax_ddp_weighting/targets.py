@@ -4,7 +4,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -74,16 +74,23 @@ def _shown(module_name: str, name: str, value: Any) -> bool:
 def in_one_line(what: str) -> Iterator[None]:
     """Turns whatever foreign code raises inside into one line that says what, and where.
 
-    Errors of this library pass through: they say what is wrong by themselves.
+    Errors of this library pass through: they say what is wrong by themselves. What foreign code
+    prints goes to standard error: standard output is the command's, and with --json one document.
 
     Args:
         what: what is being done: ``"parity: calling case"``.
 
     Raises:
-        ValueError: foreign code raised something; that is its cause.
+        ValueError: foreign code raised something, or ended the program; that is its cause.
     """
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
+    except SystemExit as error:
+        place = _place(traceback.extract_tb(error.__traceback__), error)
+        raise ValueError(
+            f"{what} ended the program{place}. Guard it by if __name__ == '__main__'."
+        ) from error
     except Exception as error:  # foreign code may raise anything
         frames = traceback.extract_tb(error.__traceback__)
         raised_by = Path(frames[-1].filename)
@@ -97,7 +104,7 @@ def in_one_line(what: str) -> Iterator[None]:
         ) from error
 
 
-def _place(frames: traceback.StackSummary, error: Exception) -> str:
+def _place(frames: traceback.StackSummary, error: BaseException) -> str:
     """The last line of the user's own, which is neither installed nor of this library."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}, line {error.lineno})"

@@ -11,7 +11,10 @@ from jax_ddp_weighting.audit import EpochAudit, Ledger
 from jax_ddp_weighting.plan import EpochPlan
 
 _BLOCK = 1 << 16  # slots looked at at once
-_WALKED = 2 * 10**9  # examples up to which a plan is walked: a byte each, and half a minute
+_WALKED = 2 * 10**9  # examples, and slots of all epochs, up to which a plan is walked
+RANKS = 2_000_000
+"""Ranks of all epochs up to which they are audited: each is visited, and has its own number."""
+_EPOCHS = 10_000
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def audit_epochs(
         One `AuditedEpoch` per epoch. Walking costs about one byte per example.
 
     Raises:
-        ValueError: there are no such epochs, or the plan is too large to be walked.
+        ValueError: there are no such epochs, or too many, or the plan is too large to be walked.
 
     Example:
         >>> plan = EpochPlan(10, num_replicas=4, batch_size=2, tail="repeat")
@@ -56,13 +59,24 @@ def audit_epochs(
         >>> first.audit.accepted, first.audit.num_duplicated, second.new_order
         (12, 2, True)
     """
-    epochs = check_integer("audit: epochs", epochs, 1, 2**31, "be an integer of at least 1")
+    epochs = check_integer("audit: epochs", epochs, 1, _EPOCHS, f"be an integer in [1, {_EPOCHS}]")
+    if plan.num_replicas * epochs > RANKS:
+        raise ValueError(
+            f"audit: ranks of all epochs must be at most {RANKS:,}, got"
+            f" {plan.num_replicas * epochs:,}. Take fewer ranks, or fewer epochs."
+        )
     if closed_form:
         return [AuditedEpoch(plan.audit(epoch)) for epoch in range(epochs)]
     if plan.num_examples > _WALKED:
         raise ValueError(
             f"audit: --num-examples must be at most {_WALKED:,} to walk every slot, got"
             f" {plan.num_examples:,}. --closed-form says what an epoch covers without walking it."
+        )
+    slots = plan.num_samples * plan.num_replicas * epochs
+    if slots > _WALKED:
+        raise ValueError(
+            f"audit: slots of all epochs must be at most {_WALKED:,} to walk every one, got"
+            f" {slots:,}. Take fewer epochs, or --closed-form, which walks none."
         )
     audited: list[AuditedEpoch] = []
     for epoch in range(epochs):

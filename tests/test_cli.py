@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import jax_ddp_weighting
 from jax_ddp_weighting import EpochPlan, cli
 from jax_ddp_weighting.mesh import ENGINES
 
@@ -61,6 +62,11 @@ def test_every_help_that_is_kept_belongs_to_a_command():
     assert {path.stem for path in HELP.glob("*.txt")} == {"all", *COMMANDS}
 
 
+def test_the_version_is_printed(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"jax-ddp-weighting {jax_ddp_weighting.__version__}\n"
+
+
 # --- plan -----------------------------------------------------------------------------------------
 
 
@@ -100,6 +106,16 @@ def test_plan_answers_at_any_scale(capsys):
 def test_plan_does_not_make_a_huge_order_only_to_show_it(capsys):
     assert run("plan", "-n", "2e9", "-w", "2", "-b", "2", "--order", "torch") == 0
     assert "made whole" in printed(capsys)
+
+
+def test_plan_does_not_make_a_huge_batch_only_to_measure_it(capsys):
+    assert run("plan", "-n", "10", "-w", "2", "-b", "2e9") == 0
+    out = printed(capsys)
+    assert "a rank's batch of 2,000,000,000 rows was not made" in out
+    first = EpochPlan(10, 2, 2_000_000_000).slots(0, 1).ids[:4].tolist()
+    assert ", ".join(map(str, first)) in out
+    assert run("plan", "-n", "10", "-w", "2", "-b", "2e9", "--tail", "drop") == 0
+    assert "was not made" not in printed(capsys)  # an epoch without a step has no batch
 
 
 def test_no_number_of_a_table_is_cut(capsys, monkeypatch):
@@ -187,6 +203,40 @@ def test_files_of_weights_say_which_slots_are_padding(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["weight_range"] == [0.5, 1]
 
 
+@pytest.mark.parametrize(
+    ("ids", "weights", "said"),
+    [
+        ("0 1 2 0", "", "keeps every id once. Weights were not given: padding rows count.\n"),
+        ("0 1 2 0", "1 1 1 0.5", "keeps every id once.\n"),
+        ("0 1", "", "keeps every id once.\n"),
+        ("0 1 2 2 1 0", "", "padding rows count. Several epochs? A file holds one.\n"),
+        ("0 1 2 2 1 0", "1 1 1 1 1 1", "every id once. Several epochs? A file holds one.\n"),
+        ("0 1 2 2 1 0 0", "", "padding rows count.\n"),
+    ],
+)
+def test_an_audit_says_what_else_files_may_hold(ids, weights, said, tmp_path, capsys):
+    (tmp_path / "ids.txt").write_text(ids)
+    (tmp_path / "weights.txt").write_text(weights)
+    given = ["--weights", tmp_path / "weights.txt"] if weights else []
+    assert run("audit", "-n", "3", tmp_path / "ids.txt", *given) == 1
+    assert f"{printed(capsys)}\n".endswith(said)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_byte_order_mark_is_no_part_of_an_id(suffix, tmp_path, capsys):
+    path = tmp_path / f"ids.{suffix}"
+    path.write_text("\ufeff" + {"txt": "0 1 2", "jsonl": '{"id": [0, 1, 2]}'}[suffix])
+    column = ["--column", "id"] if suffix == "jsonl" else []
+    assert run("audit", "-n", "3", path, *column) == 0
+
+
+def test_names_of_files_need_not_be_utf_8(tmp_path, capsys):
+    path = tmp_path / "\udcff.txt"  # what Python makes of the byte 0xff
+    path.write_text("0 1 2")
+    assert run("audit", "-n", "3", path) == 0
+    assert r"\udcff.txt" in printed(capsys)
+
+
 def test_ids_beyond_the_dataset_are_strays(tmp_path, capsys):
     (tmp_path / "ids.txt").write_text("0 1 2 99")
     assert run("audit", "-n", "3", tmp_path / "ids.txt") == 1
@@ -196,6 +246,7 @@ def test_ids_beyond_the_dataset_are_strays(tmp_path, capsys):
 # --- parity and diagnose --------------------------------------------------------------------------
 
 USERS = """
+import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,6 +273,30 @@ def naive():
 def a_mean():
     return (lambda params, batch: jnp.mean(params["w"] * batch.data)), *case()[1:]
 
+def own_options():
+    return dict(zip(("loss_fn", "params", "batch"), case())) | {
+        "splits": [(3, 2)], "engines": ["vmap"], "rtol": 1e-4, "microbatches": 2}
+
+def loud():
+    def loss_fn(params, batch):
+        print("loud")
+        jax.debug.print("louder")
+        return loss(params, batch)
+    print("loud")
+    return loss_fn, *case()[1:]
+
+def quits(*arguments):
+    sys.exit(0)
+
+def quits_later():
+    return quits, *case()[1:]
+
+def no_rows():
+    return loss, case()[1], jdw.Batch.of(np.zeros(0, np.float32))
+
+def no_weight():
+    return loss, case()[1], jdw.Batch.of(np.zeros(5, np.float32), weights=np.zeros(5))
+
 def no_batch():
     return loss, {}, np.arange(5)
 
@@ -239,6 +314,10 @@ def right(token_loss, params, tokens, weights):
         return (token_loss(params, tokens) * weights).sum() / jnp.maximum(weights.sum(), 1e-30)
     return jax.grad(total)(params)
 
+def loud_and_right(*arguments):
+    print("loud")
+    return right(*arguments)
+
 def rank_means(token_loss, params, tokens, weights):
     def total(params, rank):
         return (token_loss(params, tokens[rank]) * weights[rank]).sum() / weights[rank].sum()
@@ -255,10 +334,12 @@ def users(tmp_path, monkeypatch):
     (tmp_path / "users.py").write_text(USERS)
     (tmp_path / "torn.py").write_text("def f(:\n")
     (tmp_path / "needy.py").write_text("import not_installed_at_all")
+    (tmp_path / "quitter.py").write_text("import sys\nsys.exit(0)")
+    (tmp_path / "noisy.py").write_text("print('noisy')\nfrom users import *")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    for name in ("users", "torn", "needy"):
+    for name in ("users", "torn", "needy", "quitter", "noisy"):
         sys.modules.pop(name, None)
 
 
@@ -276,6 +357,32 @@ def test_parity_takes_a_users_case(users, case, capsys):
     assert run("parity", f"users:{case}", "--split", "3,2", "--engine", "vmap", "-k", "2") == 0
     ours, control = re.search(r"3 \+ 2 +(\S+) +(\S+)", printed(capsys)).groups()
     assert float(ours) < 1e-6 < 0.001 < float(control)
+
+
+def test_options_win_over_those_of_a_users_case(users, capsys):
+    def compared(*options):
+        assert run("parity", "users:own_options", *options, "--json") == 0
+        said = json.loads(capsys.readouterr().out)["differences"]
+        return {(each["engine"], tuple(each["split"]), each["rtol"]) for each in said}
+
+    assert compared() == {("vmap", (3, 2), 1e-4)}
+    options = ["--engine", "shard_map", "--split", "4,1", "-k", "1", "--rtol", "1e-5"]
+    assert compared(*options) == {("shard_map", (4, 1), 1e-5)}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "parity noisy:loud --engine vmap --split 3,2",
+        "parity users:loud --engine jit --split 3,2",
+        "diagnose users:loud_and_right",
+    ],
+)
+def test_json_is_one_document_where_users_code_prints(users, arguments, capsys):
+    assert run(*arguments.split(), "--json") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)
+    assert "loud" in said.err
 
 
 def test_parity_finds_a_users_own_gradient_wrong(users, capsys):
@@ -303,6 +410,16 @@ def test_diagnose_names_a_users_convention(users, capsys):
         ("parity users.deeper:case", r"module 'users.deeper' was not found"),
         ("parity torn:f", r"importing torn raised SyntaxError: .*torn.py, line 1\)"),
         ("parity needy:f", r"raised ModuleNotFoundError: .*'not_installed_at_all' \(.*line 1\)"),
+        (
+            "parity quitter:f",
+            r"importing quitter ended the program \(.*quitter.py, line 2\). Guard",
+        ),
+        ("diagnose quitter:f", r"importing quitter ended the program .* if __name__ == '__main__'"),
+        ("parity users:quits", r"calling users:quits ended the program \(.*users.py, line \d+\)"),
+        ("parity users:quits_later", r"the gradient ended the program \(.*users.py, line \d+\)"),
+        ("diagnose users:quits", r"users:quits ended the program \(.*users.py, line \d+\)"),
+        ("parity users:no_rows", r"must have a row of weight above 0, got 0 rows"),
+        ("parity users:no_weight", r"must have a row of weight above 0, got 5 rows without weight"),
         ("parity users:number", r"must return loss_fn, params and batch, .* got int"),
         ("parity users:no_batch", r"batch of the target must be a Batch, got ndarray"),
         ("parity users:broken", r"calling users:broken raised KeyError: 'not there' \(.*line \d+"),
@@ -314,7 +431,8 @@ def test_diagnose_names_a_users_convention(users, capsys):
         ("parity --split 1,1,1,1,1,1,1,1,1", r"9"),
         ("parity --rtol -1", r"rtol must be in \[0, 1\), got -1"),
         ("parity --rtol nan", r"rtol must be in \[0, 1\), got nan"),
-        ("parity -k 0", r"microbatches must be an integer of at least 1, got 0"),
+        ("parity -k 0", r"parity: microbatches must be an integer in \[1, 2\*\*31\], got 0"),
+        ("parity -k 1e30", r"parity: microbatches must be an integer in \[1, 2\*\*31\], got 1"),
         ("diagnose", r"Missing argument"),
         ("diagnose users:right -w 0", r"num_replicas must be"),
         ("diagnose users:right -k 0", r"microbatches must be"),
@@ -345,16 +463,34 @@ def test_a_target_that_cannot_be_used_gets_one_line(users, arguments, said, caps
         ("plan -n 10 -w 2 -b 2 --tail wrap", r"'wrap' is not one of"),
         ("plan -n 10 -w 2 -b 2 --seed x", r"'--seed'"),
         ("plan -n 10 -w 2 -b 2 --seed 99999999999999999999", r"seed must be"),
+        ("plan -n 10 -w 2 -b 2 --seed 1e30", r"seed must be an integer in .*, got 1"),
+        ("plan -n 10 -w 2 -b 2 --seed 0.5", r"'0.5' is no whole number"),
+        ("plan -n 10 -w 2 -b 2 --epoch 1e30", r"epoch must be an integer in .*, got 1"),
         ("plan -n 10 -w 2 -b 2 --epoch -1", r"epoch must be .* got -1"),
         ("plan -n 4e18 -w 2 -b 2 extra", r"unexpected extra argument"),
         ("audit -n 10", r"give files of ids, one per rank, or --num-replicas and --batch-size"),
         ("audit -n 10 -w 2", r"give files of ids, one per rank, or"),
-        ("audit -n 10 ids.txt -w 2", r"give files of ids, or a plan .* got both"),
+        ("audit -n 10 ids.txt -w 2", r"give files of ids, or a plan, got files and --num-replicas"),
+        (
+            "audit -n 10 ids.txt --tail mask --epochs 2 --closed-form --seed 0 --no-shuffle",
+            r"files and --tail, --seed, --shuffle/--no-shuffle, --epochs, --closed-form\. Files",
+        ),
+        ("audit -n 10 ids.txt --order keyed", r"got files and --order\. Files"),
+        (
+            "audit -n 10 -w 2 -b 2 --weights ids.txt --column x --weight-column y",
+            r"--column, --weight-column, --weights must come with files of ids, got none",
+        ),
         ("audit -n 10 nowhere.txt", r"nowhere.txt: No such file or directory"),
         ("audit -n 10 folder", r"folder: must be a file of ids, got a folder"),
         ("audit -n -1 ids.txt", r"num_examples must be"),
         ("audit -n 10 -w 2 -b 2 --epochs 0", r"epochs must be .* got 0"),
         ("audit -n 10 -w 2 -b 2 --epochs 0 --closed-form", r"epochs must be .* got 0"),
+        ("audit -n 10 -w 2 -b 2 --epochs 10_001 --closed-form", r"in \[1, 10000\], got 10001"),
+        ("audit -n 10 -w 2 -b 2 --epochs 1e30", r"epochs must be an integer in \[1, 10000\], got"),
+        ("audit -n 10 -w 2e9 -b 2", r"ranks of all epochs must be at most 2,000,000, got 4,000,0"),
+        ("audit -n 10 -w 2e9 -b 2 --closed-form", r"ranks of all epochs must be at most 2,000,000"),
+        ("audit -n 1e9 -w 2 -b 2 --epochs 3", r"slots of all epochs must be at most .* 3,000,000,"),
+        ("audit -n 1e18 ids.txt", r"Take fewer examples, a smaller batch or fewer ranks"),
         ("audit -n 1e12 -w 2 -b 2", r"at most 2,000,000,000 .* --closed-form"),
         ("audit -n 10 words.txt", r"words.txt: line 2: ids must be integers .* got 'two'"),
         ("audit -n 10 floats.txt", r"floats.txt: line 1: ids must be integers .* got '0.5'"),
@@ -364,7 +500,21 @@ def test_a_target_that_cannot_be_used_gets_one_line(users, arguments, said, caps
         ("audit -n 10 empty.npy", r"empty.npy: must be an array of numbers"),
         ("audit -n 10 objects.npy", r"objects.npy: must be an array of numbers"),
         ("audit -n 10 floats.npy", r"floats.npy: ids must be integers, got an array of float64"),
-        ("audit -n 10 ids.jsonl", r"must be in a named column, got no column .* has 'step', 'id'"),
+        ("audit -n 10 ids.jsonl", r"got no column .* has 'step', 'id': name one by --column\."),
+        (
+            "audit -n 10 ids.jsonl --column id --weight-column w",
+            r"weights must be in a named column, got no column 'w'.* by --weight-column\.",
+        ),
+        ("audit -n 10 wide.jsonl", r"This line has 'k0', .* 'k9' and 2 more: name one"),
+        ("audit -n 10 ids.txt --weights ids.jsonl", r"ids.jsonl: .* Give a .txt or .npy file"),
+        ("audit -n 10 deep.jsonl --column id", r"deep.jsonl: line 1: must be a JSON object"),
+        ("audit -n 10 header.txt", r"line 2: .* got 'id'\. Remove the header: .* by --weights"),
+        ("audit -n 10 ids.txt.gz", r"ids.txt.gz: .* got a .gz file\. Unpack it"),
+        ("audit -n 10 ids.npz", r"ids.npz: .* got a .npz file\. Unpack it"),
+        (
+            "audit -n 10 ids.txt ids.txt --weights ids.txt --weights inf.txt",
+            r"inf.txt: weights must be finite and at least 0, got inf at row 1",
+        ),
         ("audit -n 10 ids.jsonl --column ids", r"got no column 'ids'. This line has 'step', 'id'"),
         ("audit -n 10 ids.jsonl --column step", r"line 2: ids must be integers .* got \"one\""),
         ("audit -n 10 cut.jsonl --column id", r"cut.jsonl: line 1: must be a JSON object"),
@@ -400,6 +550,12 @@ def test_bad_input_gets_one_line(arguments, said, tmp_path, monkeypatch, capsys)
     Path("ids.jsonl").write_text('{"step": 0, "id": 3}\n{"step": "one", "id": [4, 5]}\n')
     Path("cut.jsonl").write_text('{"id": ')
     Path("list.jsonl").write_text("[1]")
+    Path("wide.jsonl").write_text(json.dumps({f"k{i}": i for i in range(12)}))
+    Path("deep.jsonl").write_text('{"id":' + "[" * 200_000)
+    Path("header.txt").write_text("# a log\nid,w\n0,1\n")
+    Path("inf.txt").write_text("1 inf 1")
+    Path("ids.txt.gz").write_bytes(b"")
+    np.savez("ids.npz", np.arange(3))
     assert re.search(said, refusal(capsys, *arguments.split()))
 
 

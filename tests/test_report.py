@@ -153,6 +153,13 @@ def test_the_command_writes_a_page_and_pictures(tmp_path, capsys):
     assert all(each.read_bytes().startswith(PNG) for each in folder.iterdir())
 
 
+def test_the_pages_name_need_not_be_utf_8(tmp_path, capsys):
+    path = tmp_path / "\udcff.html"  # what Python makes of the byte 0xff
+    assert cli.run(["report", str(path), *PLAN, "--epochs", "1"]) == 0
+    assert r"\udcff.html" in capsys.readouterr().out
+    assert rf"<code>jax-ddp-weighting report &#x27;{tmp_path}/\udcff.html&#x27;" in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -162,9 +169,22 @@ def test_the_command_writes_a_page_and_pictures(tmp_path, capsys):
         ("page.html -n 5 -w 3 -b 8 --tail drop", r"must have a step, got 5 examples for 24 rows"),
         ("page.html -n 0 -w 3 -b 8", r"must have a step"),
         ("page.html -n 1e9 -w 3 -b 8", r"slots of all epochs must be at most 20,000,000"),
-        ("page.html -n 1e6 -w 1000 -b 1000 --epochs 1", r"slots of a step must be at most"),
-        ("page.html -n 4 -w 1 -b 2 --example-weights w.txt", r"one for each of the 4 examples"),
+        ("page.html -n 1e6 -w 1000 -b 1000 --epochs 1", r"report: slots of a step must be at most"),
+        ("page.html -n 10 -w 200000 -b 1", r"ranks times slots .* at most 200,000,000 .* got 40,0"),
+        ("page.html -n 9e5 -w 1e4 -b 1 --epochs 201", r"^report: .* at most 20,000,000"),
+        ("page.html -n 9e3 -w 9e3 -b 1 --epochs 2222", r"^report: .* at most 2,000,000"),
+        ("page.html -n 4 -w 1 -b 2 --example-weights zero.txt", r"one for each of the 4 examples"),
         ("page.html -n 3 -w 1 -b 2 --example-weights w.txt", r"at least 0, got -1"),
+        (
+            "page.html -n 3 -w 1 -b 2 --example-weights huge.txt",
+            r"1e\+30\], got 1e\+308 at row 1\.",
+        ),
+        (
+            "page.html -n 3 -w 1 -b 2 --example-weights tiny.txt",
+            r"got 1e-308 at row 2\. Scale them",
+        ),
+        ("page.html -n 3 -w 1 -b 2 --example-weights w.jsonl", r"Give a .txt or .npy file"),
+        ("/proc/page.html -n 3 -w 1 -b 2", r"/proc/page.html\b(?!.partial)"),
         ("page.html -n 3 -w 1 -b 2 --example-weights zero.txt", r"must weigh something"),
         ("nowhere/page.html -n 4 -w 1 -b 2", r"must be a file in a folder that is there"),
         (". -n 4 -w 1 -b 2", r"must be a file in a folder that is there, got '\.'"),
@@ -176,6 +196,9 @@ def test_bad_input_gets_one_line_and_no_page(arguments, said, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "w.txt").write_text("1 -1 2")
     (tmp_path / "zero.txt").write_text("0 0 0")
+    (tmp_path / "huge.txt").write_text("1 1e308 1e308")
+    (tmp_path / "tiny.txt").write_text("1 0 1e-308")
+    (tmp_path / "w.jsonl").write_text('{"w": 1}')
     assert cli.run(["report", *arguments.split()]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
