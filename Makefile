@@ -9,7 +9,7 @@ demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadgroup
 
 # The comparisons with live torch and grain, which the base suite does without.
 test-torch: $(VENV)/.installed-torch

@@ -171,7 +171,7 @@ def _agreed(
     if pad is None:
         raise ValueError(
             f"{caller}: predictions must have rows of one shape everywhere, {differing(shapes)}. "
-            "Gathered, pad= fills narrower rows up to the widest and keeps their lengths."
+            "pad= fills narrower rows up to the widest and keeps their lengths."
         )
     return Leaf(name, dtype, max(shapes), ragged=True, fill=_fill(pad, name, dtype, caller))
 
