@@ -6,9 +6,10 @@ and both are made anew several times, since where its buffers lie makes a step o
 slower or faster. Shown are the median over all rounds of the ratio within a round, and the middle
 half of the ratios, for the time by the clock and for the processor's, which a busy machine disturbs
 less. Flops, all-reduces and their bytes are read from the compiled programs (XLA counts a loop's
-flops once); `n + m in loops` are `n` all-reduces once a step and `m` at every turn of a loop. Ours has one more
-than the naive step, of the weights: on the CPU a second all-reduce costs a step of 5 ms some per
-cent, whatever is in it; a naive step that is given one is as slow.
+flops once); `n + m in loops` are `n` all-reduces once a step and `m` at every turn of a loop.
+
+Ours has one all-reduce more than the naive step, of the weights. On the CPU a second one costs a
+step of 5 ms some per cent, whatever is in it: a naive step that is given one is as slow.
 
 - naive: `pmean` of the gradient of each rank's own mean, in `shard_map`
 - itself: the naive step against another of its kind, which shows what the clock can tell
