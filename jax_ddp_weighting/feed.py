@@ -110,9 +110,8 @@ def batches(
     meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
     agreement = FormAgreement("batches", meeting, timeout_s)
 
-    x64 = jax.config.read(
-        "jax_enable_x64"
-    )  # a `with jax.enable_x64(...)` holds in its own thread alone
+    # a `with jax.enable_x64(...)` holds in its own thread alone, and another one may fetch
+    x64 = jax.config.read("jax_enable_x64")
 
     def make(step: int) -> Batch:
         with jax.enable_x64(x64):

@@ -185,7 +185,7 @@ def _fill(pad: Any, name: str, dtype: np.dtype, caller: str) -> np.ndarray:
         if _held(given, fill):
             return fill
     except (TypeError, ValueError, OverflowError):
-        pass
+        pass  # refused below, as is what the dtype takes but does not hold
     raise TypeError(
         f"{caller}: pad must be a value of the predictions' dtype, got {pad!r} for {dtype} at "
         f"predictions{name}. Choose one that it holds."
