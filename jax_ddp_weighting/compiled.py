@@ -1,6 +1,7 @@
 """A step compiled once for a run: its state placed, pinned where it lies, and donated."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
@@ -15,29 +16,50 @@ from jax_ddp_weighting.mesh import AxisName
 Step = Callable[..., tuple[Any, Any]]
 
 
-def compiled_once(step: Step, mesh: Mesh, axis_name: AxisName) -> Step:
+def compiled_once(
+    step: Step, mesh: Mesh, axis_name: AxisName, *, check: Callable[..., None]
+) -> Step:
     """`step(carried, batch, *rest) -> (carried, report)`, compiled once for a run.
 
     The rule: what is carried is placed on the mesh when it first comes, comes back where it lay,
-    and is donated. So every later call has the placement of the first, and compiles nothing.
+    and is donated. So every later call has the placement of the first, and compiles nothing. What
+    is known to be good is not looked at again: `check(carried, batch, *rest)` is called for a new
+    structure or placement before anything is placed, and for new shapes when they are traced.
     """
     replicated = meshes.replicated_sharding(mesh)
     rows = meshes.row_sharding(mesh, axis_name)
-    runs: dict[Any, Step] = {}  # by structure and placement of what is carried
+    jitted: dict[Any, Step] = {}  # by structure and placement of what is carried
+    known: dict[Any, tuple[Step, int]] = {}  # by those of all that a call is given
+
+    @wraps(step)
+    def checked(carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
+        check(carried, batch, *rest)
+        return step(carried, batch, *rest)
 
     def run(carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten((carried, batch, rest))
+        found, count = known.get((structure, _shardings(leaves)), (None, 0))
+        if found is None or len(set(map(id, leaves[:count]))) < count:
+            check(carried, batch, *rest)
+            found, carried, batch = placed(carried, batch, rest)
+        return found(carried, batch, *rest)
+
+    def placed(carried: Any, batch: Batch, rest: Any) -> tuple[Step, Any, Batch]:
         batch = placed_batch(batch, rows, caller="train step")
         leaves, structure = jax.tree.flatten(carried)
-        key = structure, _shardings(leaves)
-        if key not in runs or len(set(map(id, leaves))) < len(leaves):
-            leaves = meshes.placed(list(map(_strong, _each_once(leaves))), replicated)
-            carried, key = structure.unflatten(leaves), (structure, _shardings(leaves))
-            if key not in runs:
-                # Pinned, so that XLA cannot return it placed otherwise than it came: a second
-                # compilation, and for sharded parameters a slow one-off reshuffle.
-                placement = structure.unflatten(key[1])
-                runs[key] = jax.jit(step, donate_argnums=0, out_shardings=(placement, None))
-        return runs[key](carried, batch, *rest)
+        leaves = meshes.placed(list(map(_strong, _each_once(leaves))), replicated)
+        carried, shardings = structure.unflatten(leaves), _shardings(leaves)
+        if (structure, shardings) not in jitted:
+            # Pinned, so that XLA cannot return it placed otherwise than it came: a second
+            # compilation, and for sharded parameters a slow one-off reshuffle.
+            placement = structure.unflatten(shardings)
+            jitted[structure, shardings] = jax.jit(
+                checked, donate_argnums=0, out_shardings=(placement, None)
+            )
+        found = jitted[structure, shardings]
+        everything, of_all = jax.tree.flatten((carried, batch, rest))
+        known[of_all, _shardings(everything)] = found, len(leaves)
+        return found, carried, batch
 
     return run
 

@@ -114,7 +114,12 @@ def make_nnx_train_step(
         params, optimizer = trained
         return (model_def, params, keys, state["variables"], optimizer), report
 
-    run = compiled_once(step, options.mesh, axis_name)
+    def check(carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]) -> None:
+        *_, optimizer = carried
+        check_call(batch, rng, options)
+        check_optimizer_args(optimizer.tx, extra)
+
+    run = compiled_once(step, options.mesh, axis_name, check=check)
 
     def train_step(
         model: nnx.Module,
@@ -124,8 +129,6 @@ def make_nnx_train_step(
         **optimizer_args: Any,
     ) -> StepReport:
         _check_pair(model, optimizer)
-        check_call(batch, rng, options)
-        check_optimizer_args(optimizer.tx, optimizer_args)
         model_def, *states = nnx.split(model, optimizer.wrt, nnx.RngKey, ...)
         carried = (model_def, *states, optimizer)
         (_, *states, updated), report = run(carried, batch, rng, optimizer_args)

@@ -150,7 +150,7 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         terms = dict(loss.terms)
         weight = terms.pop(_ACCEPTED).weight
         pulling = [term.weight > 0 for name, term in terms.items() if counts(factors[name])]
-        skipped = (weight == 0) | ~jnp.any(jnp.stack(pulling))
+        skipped = ~((weight != 0) & jnp.any(jnp.stack(pulling)))
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new_state)
         return StepReport(GlobalLoss(loss.value, terms), weight, skipped), gradients, state
 
@@ -170,7 +170,8 @@ def _with_accepted(
         batch = replace(batch, data=data)
         rng = rng if keys is None else (keys,)
         sums, state = loss_fn(params, batch, *rng, state=state)
-        accepted = weighted_sum(jnp.zeros(batch.weights.shape), batch.weights)
+        accepted = weighted_sum(jnp.zeros(batch.weights.shape), batch.weights).weight
+        accepted = WeightedSum(jnp.zeros(()), accepted)
         return {**named_terms(sums, coefficients), _ACCEPTED: accepted}, state
 
     return with_accepted

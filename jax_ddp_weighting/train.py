@@ -127,14 +127,16 @@ def make_train_step(
         state = applied(state) if windows else applied_unless(report.skipped, applied, state)
         return state, report
 
-    run = compiled_once(step, options.mesh, axis_name)
+    def check(state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]) -> None:
+        _check_state(state, names)
+        check_call(batch, rng, options)
+        check_optimizer_args(state.tx, extra)
+
+    run = compiled_once(step, options.mesh, axis_name, check=check)
 
     def train_step(
         state: Any, batch: Batch, rng: Array | None = None, **optimizer_args: Any
     ) -> tuple[Any, StepReport]:
-        _check_state(state, names)
-        check_call(batch, rng, options)
-        check_optimizer_args(state.tx, optimizer_args)
         return run(state, batch, rng, optimizer_args)
 
     return train_step

@@ -580,6 +580,27 @@ def test_bad_calls_are_refused():
         make_train_step(loss_fn, data_mesh(2), rng_per="example")(state, batch)
 
 
+def test_bad_calls_after_good_ones_are_refused_and_lose_nothing():
+    mesh = data_mesh(2)
+
+    def rows(count):
+        return meshes.placed(Batch.of(fetch(np.arange(count))), meshes.row_sharding(mesh, "data"))
+
+    step = make_train_step(lambda params, batch, rng: loss_fn(params, batch), mesh, microbatches=2)
+    keys = jax.random.split(jax.random.key(0), 3)
+    state, _ = step(new_state(optax.sgd(0.1)), rows(8), keys[0])
+    with pytest.raises(ValueError, match="rows per rank that divide by 2 microbatches, got 3"):
+        step(state, rows(6), keys[1])
+    with pytest.raises(TypeError, match="rng must be one key, got"):
+        step(state, rows(8), keys)
+    with pytest.raises(TypeError, match="batch must be a Batch, got tuple"):
+        step(state, rows(8).data, keys[1])
+    with pytest.raises(TypeError, match="state must be a flax TrainState, got dict"):
+        step(state.params, rows(8), keys[1])
+    _, report = step(state, rows(8), keys[1])
+    assert int(report.weight) == 8
+
+
 @pytest.mark.parametrize("leaf", [jnp.float32(0.07), jnp.array(0.07), jnp.log(1 / 0.07), 0.07])
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adamw(1e-3)])
 def test_a_weakly_typed_parameter_compiles_no_second_step(leaf, tx):
