@@ -10,10 +10,10 @@ flops once); `n + m in loops` are `n` all-reduces once a step and `m` at every t
 
 Ours has one all-reduce more than the naive step, that of the weights.
 
-On the CPU, XLA's scheduler for several threads decides more than the program does: the loop over
-microbatches runs with 40 or with 55 switches of threads a step, and 5 to 10 % apart, by where its
-buffers come to lie in the whole program, ours or the naive one. `--plain-schedule` leaves that
-scheduler out.
+On the CPU, XLA's scheduler for several threads decides more than the program does: one and the same
+loop over microbatches runs with 40 or with 55 switches of threads a step, and 5 to 10 % slower with
+55; one multiplication more or less behind the loop moves it from one to the other, and the naive
+one is as exposed as ours. `--plain-schedule` leaves that scheduler out.
 
 - naive: `pmean` of the gradient of each rank's own mean, in `shard_map`
 - itself: the naive step against another of its kind, which shows what the clock can tell
