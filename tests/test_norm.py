@@ -386,4 +386,5 @@ def test_large_weights_do_not_wrap_around(weight):
     variables = norm.init(jax.random.key(0), x)
     weights = jnp.full((4,), weight)
     _, updates = norm.apply(variables, x, weights=weights, mutable="batch_stats")
-    np.testing.assert_allclose(updates["batch_stats"]["mean"], [1.5], rtol=1e-6)
+    # 4096 terms in float32, in an order of XLA's choice; one that wrapped around would be far off
+    np.testing.assert_allclose(updates["batch_stats"]["mean"], [1.5], rtol=1e-5)
