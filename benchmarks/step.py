@@ -10,10 +10,10 @@ flops once); `n + m in loops` are `n` all-reduces once a step and `m` at every t
 
 Ours has one all-reduce more than the naive step, that of the weights.
 
-On the CPU, XLA's scheduler for several threads decides more than the program does: one and the same
-loop over microbatches runs with 40 or with 55 switches of threads a step, and 5 to 10 % slower with
-55; one multiplication more or less behind the loop moves it from one to the other, and the naive
-one is as exposed as ours. `--plain-schedule` leaves that scheduler out.
+On the CPU, XLA's scheduler for several threads tells in the loop over microbatches: the naive loop
+ran with 40 switches of threads a step, ours with 55 and 5 to 10 % slower (mlp, 4 microbatches), and
+changes behind the loop alone moved ours to 40. `--plain-schedule` leaves that scheduler out; both
+loops then run with 55.
 
 - naive: `pmean` of the gradient of each rank's own mean, in `shard_map`
 - itself: the naive step against another of its kind, which shows what the clock can tell
