@@ -42,11 +42,11 @@ def one_process(rank, processes, port):
     from jax.experimental import multihost_utils
 
     import jax_ddp_weighting as jdw
-    from jax_ddp_weighting.layout import Layout
+    from jax_ddp_weighting.distributed.placement import RankPlacement
 
     mesh = jdw.data_mesh()
     record = jdw.EpochRecord.of(jdw.EpochPlan(10**6, processes, ROWS), 0, "0" * 64)
-    layout = Layout.of(mesh, "data", caller="benchmark")
+    layout = RankPlacement.of(mesh, "data", caller="benchmark")
     data = np.random.default_rng(rank).normal(size=(ROWS, WIDTH)).astype(np.float32)
     local = [jdw.Batch.of(data)] * STEPS
 

@@ -41,7 +41,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ratios import keep
 
 from jax_ddp_weighting import Batch, data_mesh, force_cpu_devices, make_train_step, weighted_sum
-from jax_ddp_weighting import mesh as meshes
+from jax_ddp_weighting.distributed import mesh as meshes
 
 Step = Callable[[Any, Any], Any]
 INSTANCES = 3  # of every step that is timed

@@ -7,7 +7,7 @@ import sys
 def main() -> int:
     """Runs the command line; the exit status: 0 right, 1 found wrong, 2 bad input."""
     try:
-        from jax_ddp_weighting import cli
+        from jax_ddp_weighting.cli import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
@@ -19,7 +19,7 @@ def main() -> int:
         return 2
     if hasattr(signal, "SIGPIPE"):  # end without complaint where the reader has gone, as head does
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    return cli.run(sys.argv[1:])
+    return app.run(sys.argv[1:])
 
 
 if __name__ == "__main__":

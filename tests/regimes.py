@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jax_ddp_weighting import mesh as meshes
+from jax_ddp_weighting.distributed import mesh as meshes
 
 # name -> (engine of mesh.over_ranks, type of the mesh's axis)
 REGIMES = {

@@ -99,7 +99,7 @@ from dataclasses import replace
 import numpy as np
 from jax._src import distributed
 import jax_ddp_weighting as jdw
-from jax_ddp_weighting import agreement
+from jax_ddp_weighting.data import agreement
 
 plan = jdw.EpochPlan(47, num_replicas=3, batch_size=8)
 ids = np.arange(47)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import jax_ddp_weighting
-from jax_ddp_weighting import EpochPlan, cli
-from jax_ddp_weighting.mesh import ENGINES
+from jax_ddp_weighting import EpochPlan
+from jax_ddp_weighting.cli import app as cli
+from jax_ddp_weighting.distributed.mesh import ENGINES
 
 HELP = Path(__file__).parent / "help"
 COMMANDS = sorted(
@@ -251,7 +252,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import jax_ddp_weighting as jdw
-from jax_ddp_weighting.proof import mean_of_local_means
+from jax_ddp_weighting.cli.proof import mean_of_local_means
 
 def loss(params, batch):
     return jdw.weighted_sum((params["w"] * batch.data - 1) ** 2, batch.weights)
@@ -573,9 +574,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-LOADED = (
-    "import sys\nfrom jax_ddp_weighting import cli\ncli.run({})\nassert 'jax' not in sys.modules"
-)
+LOADED = "import sys\nfrom jax_ddp_weighting.cli import app\napp.run({})\nassert 'jax' not in sys.modules"
 
 
 @pytest.mark.parametrize("command", ["plan", "audit"])

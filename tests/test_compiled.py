@@ -21,7 +21,7 @@ from jax_ddp_weighting import (
     weighted_multi_steps,
     weighted_sum,
 )
-from jax_ddp_weighting import mesh as meshes
+from jax_ddp_weighting.distributed import mesh as meshes
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SPEC = importlib.util.spec_from_file_location("hlo", BENCHMARKS / "hlo.py")

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from jax_ddp_weighting import WeightedSum, data_mesh, valid_labels, value_and_grad, weighted_sum
-from jax_ddp_weighting import mesh as meshes
+from jax_ddp_weighting.distributed import mesh as meshes
 
 
 def over(ranks, fn, params, rows, engine="shard_map"):

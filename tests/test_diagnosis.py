@@ -27,8 +27,7 @@ from jax_ddp_weighting import (
     value_and_grad,
     weighted_sum,
 )
-from jax_ddp_weighting.conventions import CONVENTIONS, candidates
-from jax_ddp_weighting.probes import probes
+from jax_ddp_weighting.testing.conventions import CONVENTIONS, candidates, probes
 
 CASES = json.loads((Path(__file__).parent / "data" / "denominators.json").read_text())["cases"]
 PROBE = "probe W=2 GA=3 (separates xW from xGA)"

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from jax_ddp_weighting import Batch, effective_weights, per_example_gradients, value_and_grad
-from jax_ddp_weighting.sums import weighted_sum
+from jax_ddp_weighting.weighting.sums import weighted_sum
 
 
 class Linen(nn.Module):

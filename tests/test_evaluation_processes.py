@@ -10,7 +10,8 @@ COMMON = """
 import numpy as np
 import jax.numpy as jnp
 import jax_ddp_weighting as jdw
-from jax_ddp_weighting import exchange, gather_by_id
+from jax_ddp_weighting import gather_by_id
+from jax_ddp_weighting.distributed import allgather
 
 def fails(*args, **kwargs):
     try:
@@ -41,7 +42,7 @@ print(text.ids.tolist(), text.predictions["t"].tolist())
 shows(gather_by_id(np.array(mine, np.uint64) + np.uint64(2**63 * rank), None, np.array(mine)))
 
 # many chunks, of several kinds of columns, with copies on both sides
-chunk, exchange._CHUNK = exchange._CHUNK, 1
+chunk, allgather._CHUNK = allgather._CHUNK, 1
 n = 301
 ids = np.random.default_rng(0).permutation(n)[[slice(0, 200), slice(190, 301)][rank]]
 tree = {"class": ids.astype(np.int8), "logits": np.stack([ids, -ids], 1) / 7,
@@ -57,8 +58,8 @@ for known in (None, n):
     np.testing.assert_array_equal(found.predictions["half"], every.astype(jnp.bfloat16))
     assert found.predictions["name"].tolist() == [str(i) for i in range(n)]
     print(found.num_duplicated, set(found.duplicated.values()))
-exchange._CHUNK = chunk
-print([len(m) for m in exchange.allgather_messages("x" * 9000 * (rank + 1))])
+allgather._CHUNK = chunk
+print([len(m) for m in allgather.allgather_messages("x" * 9000 * (rank + 1))])
 
 # global arrays, a step at a time, spread over the devices of both processes
 mesh = jdw.data_mesh()

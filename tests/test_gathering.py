@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jax_ddp_weighting.exchange as exchange
 from jax_ddp_weighting import Batch, CoverageError, EpochPlan, batches, data_mesh, gather_by_id
-from jax_ddp_weighting.evaluation import Predictions
+from jax_ddp_weighting.distributed import allgather
+from jax_ddp_weighting.evaluation.predictions import Predictions
 
 
 def oracle(ids, weights, predictions):
@@ -61,7 +61,7 @@ def test_no_split_into_steps_and_no_chunk_size_changes_the_result(rows, cuts, si
     cuts = sorted({0, len(rows), *(cut for cut in cuts if cut < len(rows))})
     spans = [slice(a, b) for a, b in pairwise(cuts)] or [slice(0, 0)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "rows_per_chunk", lambda row_bytes: size)
+        patch.setattr(allgather, "rows_per_chunk", lambda row_bytes: size)
         found = gather_by_id(
             [ids[span] for span in spans],
             [weights[span] for span in spans],

@@ -10,7 +10,7 @@ import pytest
 import regimes
 
 from jax_ddp_weighting import data_mesh, force_cpu_devices
-from jax_ddp_weighting import mesh as meshes
+from jax_ddp_weighting.distributed import mesh as meshes
 
 
 def test_a_data_mesh_has_auto_axes_and_the_devices_asked_for():

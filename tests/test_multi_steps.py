@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_ddp_weighting import mesh as meshes
 from jax_ddp_weighting import value_and_grad, weighted_multi_steps, weighted_sum
+from jax_ddp_weighting.distributed import mesh as meshes
 
 ONE = optax.sgd(-1.0)  # updates are the gradient itself
 

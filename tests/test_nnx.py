@@ -18,7 +18,7 @@ from jax_ddp_weighting import (
     weighted_multi_steps,
     weighted_sum,
 )
-from jax_ddp_weighting.step import ENGINES
+from jax_ddp_weighting.train.step import STEP_ENGINES
 
 X = np.random.default_rng(0).normal(size=(23, 4)).astype(np.float32)
 Y = np.sin(X.sum(1))
@@ -77,7 +77,7 @@ def flax_run(plan, tx):
     return losses, model
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STEP_ENGINES)
 def test_a_run_with_a_short_step_equals_flaxs_own_on_one_device(engine):
     plan = EpochPlan(23, num_replicas=2, batch_size=4)
     mesh = data_mesh(2)
@@ -120,7 +120,7 @@ def test_the_comparison_with_flax_can_fail():
     assert abs(a[-1] / b[-1] - 1) > 1e-3
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STEP_ENGINES)
 def test_other_variables_pass_through_and_a_step_without_weight_changes_nothing(engine):
     axis_name = None if engine == "jit" else "data"
     model, optimizer = new_pair(optax.adamw(0.1), axis_name=axis_name, rate=0.5)

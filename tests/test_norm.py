@@ -10,12 +10,7 @@ import pytest
 import regimes
 from flax import nnx
 
-from jax_ddp_weighting import (
-    BatchNorm,
-    NnxBatchNorm,
-    value_and_grad,
-    weighted_sum,
-)
+from jax_ddp_weighting import BatchNorm, NnxBatchNorm, value_and_grad, weighted_sum
 
 RANKS, ROWS, INPUTS, FEATURES = 4, 6, 3, 4
 RNG = np.random.default_rng(5)

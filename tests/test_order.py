@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jax_ddp_weighting import keyed_order, order, torch_order
+from jax_ddp_weighting import keyed_order, torch_order
+from jax_ddp_weighting.sampling import order
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "torch_sampler.json").read_text())
 

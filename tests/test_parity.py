@@ -22,8 +22,8 @@ from jax_ddp_weighting import (
     value_and_grad,
     weighted_sum,
 )
-from jax_ddp_weighting.differences import differences
-from jax_ddp_weighting.parity import ALL
+from jax_ddp_weighting.distributed.mesh import ENGINES
+from jax_ddp_weighting.testing.comparison import differences
 
 
 class Network(nn.Module):
@@ -86,7 +86,7 @@ def test_splits_of_one_batch_give_one_gradient_in_float64(name, microbatches):
             microbatches=microbatches,
         )
     # the loss and four leaves in each regime, none of them skipped
-    assert len(report.differences) == 5 * len(ALL)
+    assert len(report.differences) == 5 * len(ENGINES)
     assert {each.rtol for each in report.differences} == {1e-12}
 
 

@@ -9,11 +9,12 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from jax_ddp_weighting import EpochPlan, cli
-from jax_ddp_weighting.conventions import probes
-from jax_ddp_weighting.figures import as_png, drawn
-from jax_ddp_weighting.page import page
-from jax_ddp_weighting.report import CHOICES, OURS, counted_by, found, measured
+from jax_ddp_weighting import EpochPlan
+from jax_ddp_weighting.cli import app as cli
+from jax_ddp_weighting.cli.report.figures import as_png, drawn
+from jax_ddp_weighting.cli.report.findings import CHOICES, OURS, counted_by, found, measured
+from jax_ddp_weighting.cli.report.page import page
+from jax_ddp_weighting.testing.conventions import probes
 
 PNG = b"\x89PNG\r\n\x1a\n"
 PLAN = ["-n", "47", "-w", "3", "-b", "8"]

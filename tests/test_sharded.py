@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ddp_weighting import Batch, GlobalLoss, make_train_step, value_and_grad, weighted_sum
-from jax_ddp_weighting import mesh as meshes
+from jax_ddp_weighting.distributed import mesh as meshes
 
 RNG = np.random.default_rng(7)
 PARAMS = {

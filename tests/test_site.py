@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jax_ddp_weighting
-from jax_ddp_weighting import cli
+from jax_ddp_weighting.cli import app as cli
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

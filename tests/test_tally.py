@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from jax_ddp_weighting import tally as tallies
-from jax_ddp_weighting.tally import Tally
+from jax_ddp_weighting.sampling import tally as tallies
+from jax_ddp_weighting.sampling.tally import Tally
 
 
 def naive(n, parts):

@@ -21,9 +21,9 @@ from jax_ddp_weighting import (
     weighted_multi_steps,
     weighted_sum,
 )
-from jax_ddp_weighting import mesh as meshes
-from jax_ddp_weighting import step as step_module
-from jax_ddp_weighting.step import ENGINES
+from jax_ddp_weighting.distributed import mesh as meshes
+from jax_ddp_weighting.train import step as step_module
+from jax_ddp_weighting.train.step import STEP_ENGINES
 
 X = np.random.default_rng(0).normal(size=(47, 3)).astype(np.float32)
 Y = X @ np.float32([1.0, -2.0, 0.5]) + np.float32(0.1)
@@ -69,7 +69,7 @@ def mesh_of(axis_type, ranks=4):
 @pytest.mark.parametrize(
     ("axis_type", "microbatches"), [(AxisType.Auto, 1), (AxisType.Explicit, 4)]
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STEP_ENGINES)
 def test_a_run_with_short_steps_is_one_devices_run_and_compiles_once(
     engine, axis_type, microbatches, caplog
 ):
@@ -128,7 +128,7 @@ def token_loss(params, batch):
 TOKEN_COEFFICIENTS = {"loss": 1.0, "norm": 0.5, "rows": 0.0}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STEP_ENGINES)
 def test_a_step_without_weight_changes_nothing(engine):
     # Relax 285: the optimizer moved in a step without valid tokens
     mesh = data_mesh(4)
@@ -158,7 +158,7 @@ def test_adamw_would_have_moved_on_the_zero_gradient_of_such_a_step():
     assert np.all(np.abs(np.asarray(moved.params["w"] - state.params["w"])) > 1e-2)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STEP_ENGINES)
 def test_a_rank_without_rows_leaves_the_others_mean(engine):
     # Megatron 1764, Automodel 3796: NaN from the rank's own 0 / 0
     weights = np.array([1, 1, 0, 0, 1, 1, 1, 0], np.int32)
@@ -175,7 +175,7 @@ def test_a_rank_without_rows_leaves_the_others_mean(engine):
     assert np.isnan(np.mean(local))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STEP_ENGINES)
 def test_loss_and_step_do_not_depend_on_the_number_of_microbatches(engine):
     # transformers 45305, axolotl 2262: both grew with the number of microbatches
     batch = Batch.of(fetch(np.arange(16)), weights=np.arange(16) % 3)
@@ -330,7 +330,7 @@ def stats_run(engine, model, mesh, microbatches=1, batches=1, empty=(), rows=8, 
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STEP_ENGINES)
 def test_collections_pass_through_the_microbatches_and_steps_in_order(engine, microbatches):
     model = Normalised("data" if engine != "jit" else None)
     mesh = data_mesh(2)
@@ -504,7 +504,7 @@ def mean_loss(params, batch):
     return weighted_sum(params["w"] * batch.data, batch.weights)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STEP_ENGINES)
 def test_windows_of_steps_count_each_step_as_its_weight(engine):
     tx = weighted_multi_steps(optax.adam(0.1), 2)
     step = make_train_step(mean_loss, data_mesh(2), engine=engine)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jax_ddp_weighting import DistributedSampler, EpochPlan, audit_ids
-from jax_ddp_weighting.views import RankIndices
+from jax_ddp_weighting.sampling.adapters import RankIndices
 
 
 @pytest.mark.parametrize("tail", ["mask", "repeat", "drop"])

@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from jax_ddp_weighting import cli
+from jax_ddp_weighting.cli import app as cli
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
 QUIET = [

@@ -1,0 +1,47 @@
+"""The house: its rooms from the top down, and the public names that each of them defines.
+
+The one list of both. The lazy `__init__` resolves names by it; the tests hold the direction of
+imports, CONTRIBUTING and the navigation of the docs to it.
+"""
+
+FLOORS = (
+    ("cli",),
+    ("train", "evaluation", "testing"),
+    ("weighting",),
+    ("data",),
+    ("sampling", "distributed"),
+    ("_arguments", "_errors", "_files", "_version"),
+)
+"""A room imports only from floors below its own: not from above, and not from its neighbours."""
+
+PUBLIC = {
+    "sampling": (
+        *("CoverageError", "DistributedSampler", "EpochAudit", "EpochPlan", "Ledger", "Slots"),
+        *("audit_ids", "keyed_order", "manifest_hash", "torch_order"),
+    ),
+    "distributed": ("ENGINES", "data_mesh", "force_cpu_devices"),
+    "data": (
+        *("Batch", "DisagreementError", "EpochRecord", "JOIN_CONVENTIONS", "batches"),
+        *("check_agreement", "join_batches"),
+    ),
+    "weighting": (
+        *("GlobalLoss", "WeightedSum", "rank_share", "valid_labels", "value_and_grad"),
+        "weighted_sum",
+    ),
+    "train": (
+        *("BatchNorm", "NnxBatchNorm", "StepReport", "make_nnx_train_step", "make_train_step"),
+        "weighted_multi_steps",
+    ),
+    "evaluation": (
+        *("Evaluation", "Predictions", "due_step", "evaluate", "gather_by_id", "held_ids"),
+        *("read_parts", "write_part"),
+    ),
+    "testing": (
+        *("CONVENTIONS", "Diagnosis", "LeafDifference", "ParityError", "ParityReport"),
+        *("check_additive", "check_gradients", "diagnose", "diagnose_step", "diagnose_weights"),
+        *("effective_weights", "per_example_gradients"),
+    ),
+    "_errors": ("JdwError",),
+    "_version": ("__version__",),
+}
+"""Public names by the room that defines them; `from jax_ddp_weighting import name` finds each."""

@@ -1,0 +1,272 @@
+"""Ids, and weights, that a run wrote to files: one file for each rank."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64, Integer, Num
+
+from jax_ddp_weighting._arguments import listed
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npz")
+_OPTIONS = {"ids": "--column", "weights": "--weight-column"}
+
+
+def read_ids(path: Path, *, column: str | None = None) -> Integer[np.ndarray, " slots"]:
+    """The ids of one rank, in the order in which they were read.
+
+    The file's name decides: ``.npy`` is an integer array of any shape; ``.jsonl``, ``.ndjson`` and
+    ``.json`` hold one object a line, whose `column` is an id or a list of ids (a logged batch);
+    everything else is text, integers apart by white space or commas, ``#`` starting a remark.
+
+    Args:
+        path: the file.
+        column: the name under which JSON lines keep the ids; only they have one.
+
+    Returns:
+        Integer ids of shape ``[slots]``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file holds something else; the message names file, line and value.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "rank0.txt"
+        >>> _ = path.write_text("0 4 8, 12  # the first batch")
+        >>> read_ids(path)
+        array([ 0,  4,  8, 12])
+    """
+    ids = _read("ids", path, column, np.dtype(np.int64), _is_integer)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"{path}: ids must be integers, got an array of {ids.dtype}. Save the indices of the"
+            " examples, not the examples."
+        )
+    return ids
+
+
+def read_weights(path: Path, *, column: str | None = None) -> Float64[np.ndarray, " slots"]:
+    """The weights of one rank's slots, from the kinds of file that `read_ids` reads.
+
+    Args:
+        path: the file.
+        column: the name under which JSON lines keep the weights.
+
+    Returns:
+        float64 weights of shape ``[slots]``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file holds something else, or a weight is negative, infinite or NaN; the
+            message names file, line or row, and value.
+    """
+    if column is None and path.suffix in JSON_LINES:
+        raise ValueError(
+            f"{path}: weights must be text or an array where no column is named, got JSON lines."
+            " Give a .txt or .npy file."
+        )
+    weights = _read("weights", path, column, np.dtype(np.float64), _is_number)
+    if weights.dtype.kind not in "iufb":
+        raise ValueError(
+            f"{path}: weights must be numbers, got an array of {weights.dtype}. Padding weighs 0,"
+            " every other slot what it counts."
+        )
+    weights = weights.astype(np.float64)
+    wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
+    if wrong.size:
+        raise ValueError(
+            f"{path}: weights must be finite and at least 0, got {weights[wrong[0]]:g} at row"
+            f" {wrong[0]}. What is not to count weighs 0."
+        )
+    return weights
+
+
+def read_ranks(
+    files: Sequence[Path],
+    *,
+    column: str | None = None,
+    weight_files: Sequence[Path] = (),
+    weight_column: str | None = None,
+    advance: Callable[[int], object] = lambda files: None,
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """The ids of every rank, and the weights if there are any.
+
+    Args:
+        files: one file of ids for each rank.
+        column: the name under which JSON lines keep the ids.
+        weight_files: one file of weights for each file of ids, or none.
+        weight_column: the name under which JSON lines keep the weights, beside the ids.
+        advance: is told of files as they are read, for a progress bar.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file holds something else, or weights are not as many as ids.
+    """
+    if weight_files and weight_column:
+        raise ValueError(
+            "audit: give --weights or --weight-column, got both. Weights stand in files of their"
+            " own, or beside the ids in JSON lines."
+        )
+    if weight_files and len(weight_files) != len(files):
+        raise ValueError(
+            f"audit: --weights must name one file for each of the {len(files)} files of ids, got"
+            f" {len(weight_files)}. Repeat --weights in the order of the files of ids."
+        )
+    beside = files if weight_column else weight_files
+    ids: list[np.ndarray] = []
+    weights: list[np.ndarray] = []
+    for rank, path in enumerate(files):
+        ids.append(read_ids(path, column=column))
+        if beside:
+            weights.append(read_weights(beside[rank], column=weight_column))
+            if len(weights[-1]) != len(ids[-1]):
+                raise ValueError(
+                    f"{beside[rank]}: weights must be as many as the ids, {len(ids[-1])}, got"
+                    f" {len(weights[-1])}. Every slot has one weight."
+                )
+        advance(1)
+    return ids, weights or None
+
+
+def _read(
+    what: str,
+    path: Path,
+    column: str | None,
+    dtype: np.dtype[Any],
+    belongs: Callable[[object], bool],
+) -> Num[np.ndarray, " slots"]:
+    if path.is_dir():
+        raise ValueError(
+            f"{path}: must be a file of {what}, got a folder. Name the files in it, one a rank."
+        )
+    if path.suffix in _PACKED:
+        raise ValueError(
+            f"{path}: must be text, .npy or JSON lines, got a {path.suffix} file. Unpack it, and"
+            " name what was in it."
+        )
+    if path.suffix in JSON_LINES:
+        return _from_json_lines(what, path, column, dtype, belongs)
+    if column is not None:
+        raise ValueError(
+            f"{path}: a column is for JSON lines ({', '.join(JSON_LINES)}), got {column!r}."
+            " Rename the file, or leave the column out."
+        )
+    return _from_npy(what, path) if path.suffix == ".npy" else _from_text(what, path, dtype)
+
+
+def _from_npy(what: str, path: Path) -> Num[np.ndarray, " slots"]:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{path}: must be an array of numbers that numpy.save wrote, got something else"
+            f" ({_one_line(error)}). Write the {what} with numpy.save."
+        ) from None
+    return np.ravel(array)
+
+
+def _from_text(what: str, path: Path, dtype: np.dtype[Any]) -> Num[np.ndarray, " slots"]:
+    try:
+        text = path.read_text("utf-8-sig")  # editors of Windows start it with a byte order mark
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{path}: must be text in UTF-8, got other bytes. Arrays are read from .npy files."
+        ) from None
+    try:
+        return np.array(_words(text), dtype)
+    except (ValueError, OverflowError):
+        number, word = next(_misfits(text, dtype))
+        kind = "integers of 64 bits" if dtype.kind == "i" else "numbers"
+        remedy = f"JSON lines are read from files named {' or '.join(JSON_LINES)}."
+        if _is_header(text, number):
+            remedy = f"Remove the header: only {what} belong in the file."
+            if what == "ids":
+                remedy += " Weights go in files of their own, named by --weights."
+        raise ValueError(
+            f"{path}: line {number}: {what} must be {kind}, got {word!r}. {remedy}"
+        ) from None
+
+
+def _words(text: str) -> list[str]:
+    return re.sub("#.*", "", text).replace(",", " ").split()
+
+
+def _is_header(text: str, number: int) -> bool:
+    """Whether that line names columns, as in a CSV file: the first, and nothing but names."""
+    *before, line = text.splitlines()[:number]
+    names = [word.strip("\"'") for word in _words(line)]
+    return not any(map(_words, before)) and all(map(str.isidentifier, names))
+
+
+def _misfits(text: str, dtype: np.dtype[Any]) -> Iterator[tuple[int, str]]:
+    """The lines and words that are no such numbers."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for word in _words(line):
+            try:
+                np.array(word, dtype)
+            except (ValueError, OverflowError):
+                yield number, word
+
+
+def _from_json_lines(
+    what: str,
+    path: Path,
+    column: str | None,
+    dtype: np.dtype[Any],
+    belongs: Callable[[object], bool],
+) -> Num[np.ndarray, " slots"]:
+    values: list[Any] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                values += _in_column(what, f"{path}: line {number}", line, column, belongs)
+    return np.array(values, dtype)
+
+
+def _in_column(
+    what: str, where: str, line: bytes, column: str | None, belongs: Callable[[object], bool]
+) -> list[Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:  # the latter where it is nested too deeply
+        raise ValueError(
+            f"{where}: must be a JSON object, got {line[:40]!r} ({_one_line(error)}). JSON lines"
+            " hold one object a line."
+        ) from None
+    if not isinstance(entry, dict):
+        raise ValueError(
+            f"{where}: must be a JSON object, got {listed([entry])[:40]}. JSON lines hold one"
+            " object a line."
+        )
+    if column is None or column not in entry:
+        asked = "got no column to read" if column is None else f"got no column {column!r}"
+        raise ValueError(
+            f"{where}: {what} must be in a named column, {asked}. This line has"
+            f" {listed([repr(key) for key in entry]) or 'none'}: name one by {_OPTIONS[what]}."
+        )
+    values = entry[column] if isinstance(entry[column], list) else [entry[column]]
+    wrong = [value for value in values if not belongs(value)]
+    if wrong:
+        kind = "integers of 64 bits" if belongs is _is_integer else "numbers"
+        raise ValueError(
+            f"{where}: {what} must be {kind}, got {json.dumps(wrong[0])[:40]} in {column!r}."
+            " A batch is one list of them."
+        )
+    return values
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,55 @@
+"""What the commands share: the program's name, exit statuses, and options."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from jax_ddp_weighting.sampling.plan import Order, Tail
+
+NAME = "jax-ddp-weighting"
+RIGHT, WRONG, BAD_INPUT = 0, 1, 2
+
+
+def whole_number(given: str | int) -> int:
+    """`1000`, `1_000` and `1e3`; defaults are numbers already."""
+    text = str(given)
+    try:
+        number = float(text) if "e" in text.lower() else int(text)
+        whole = int(number)
+    except (ValueError, OverflowError):
+        whole = number = None
+    if whole is None or whole != number:
+        raise typer.BadParameter(f"{text!r} is no whole number, such as 50000, 50_000 or 1e9.")
+    return whole
+
+
+NUMBER = {"parser": whole_number, "metavar": "INT"}
+NumExamples = Annotated[
+    int, typer.Option("--num-examples", "-n", help="Length of the dataset.", **NUMBER)
+]
+NumReplicas = Annotated[
+    int, typer.Option("--num-replicas", "-w", help="Number of data-parallel ranks.", **NUMBER)
+]
+BatchSize = Annotated[
+    int, typer.Option("--batch-size", "-b", help="Rows per rank and step.", **NUMBER)
+]
+TailOption = Annotated[
+    Tail, typer.Option(help="Slots beyond the data: weight 0, weight 1 as torch, or cut.")
+]
+OrderOption = Annotated[
+    Order, typer.Option(help="keyed: the cost of the rows asked for; torch: bit for bit torch's.")
+]
+Seed = Annotated[int, typer.Option(help="Chooses the orders.", **NUMBER)]
+Shuffle = Annotated[bool, typer.Option("--shuffle/--no-shuffle", help="A new order each epoch.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+
+
+def given(context: typer.Context, parameters: Sequence[str]) -> list[str]:
+    """The options, of these parameters, that stand on the command line: defaults do not."""
+    found = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in parameters and source is not None and source.name == "COMMANDLINE":
+            found.append("/".join([parameter.opts[0], *parameter.secondary_opts]))
+    return found

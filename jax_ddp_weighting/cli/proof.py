@@ -1,0 +1,183 @@
+"""The parity proof as a command runs it: ours in every regime, and a control that must fail."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import PyTree
+
+from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.testing.comparison import ParityError, ParityReport
+from jax_ddp_weighting.testing.parity import check_gradients
+from jax_ddp_weighting.weighting.gradient import GlobalLoss
+from jax_ddp_weighting.weighting.sums import WeightedSum, weighted_sum
+
+_CASE = ("loss_fn", "params", "batch")
+_CONTROL_ENGINE = "shard_map_unchecked"  # here the control is wrong by its convention alone
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a parity proof found.
+
+    Attributes:
+        report: every comparison of the gradient on trial.
+        control: the same comparisons of the mean of local means, in one regime.
+        failure: what `ParityError` says of the gradient on trial; None where all are equal.
+    """
+
+    report: ParityReport
+    control: ParityReport
+    failure: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, in types that JSON knows."""
+        return {
+            "equal": self.failure is None,
+            "failure": self.failure,
+            "differences": [asdict(each) for each in self.report.differences],
+            "control": [asdict(each) for each in self.control.differences],
+        }
+
+
+def tiny_case() -> dict[str, Any]:
+    """A case that needs nothing of the user's: six rows of unequal weight, a two-layer network.
+
+    The rule: a case is a dict of the arguments of `check_gradients`: `loss_fn`, `params`, `batch`,
+    and any further ones. A tuple of the first three will do.
+
+    Example:
+        >>> case = tiny_case()
+        >>> sorted(case)
+        ['batch', 'loss_fn', 'params']
+    """
+    rng = np.random.default_rng(0)
+    params = {
+        "hidden": rng.normal(size=(3, 8)).astype(np.float32),
+        "out": rng.normal(size=8).astype(np.float32),
+    }
+    data = {
+        "x": rng.normal(size=(6, 3)).astype(np.float32),
+        "y": rng.normal(size=6).astype(np.float32),
+    }
+
+    def loss_fn(params: PyTree, batch: Batch) -> WeightedSum:
+        predicted = jnp.tanh(batch.data["x"] @ params["hidden"]) @ params["out"]
+        return weighted_sum((predicted - batch.data["y"]) ** 2, batch.weights)
+
+    weights = np.array([1, 0.5, 1, 2, 0.25, 1], np.float32)
+    return {"loss_fn": loss_fn, "params": params, "batch": Batch.of(data, weights=weights)}
+
+
+def checked_case(case: Any) -> dict[str, Any]:
+    """What a user's function returned, as arguments of `check_gradients`.
+
+    Raises:
+        ValueError: it is no case, or one whose gradients are 0 whatever is done wrong.
+    """
+    if isinstance(case, tuple) and len(case) == len(_CASE):
+        case = dict(zip(_CASE, case, strict=True))
+    if not isinstance(case, Mapping) or not set(_CASE) <= set(case):
+        got = f"keys {sorted(map(str, case))}" if isinstance(case, Mapping) else type(case).__name__
+        raise ValueError(
+            "parity: target must return loss_fn, params and batch, as a tuple or a dict, got"
+            f" {got}. Further keys are arguments of check_gradients."
+        )
+    if not isinstance(case["batch"], Batch):
+        raise ValueError(
+            "parity: batch of the target must be a Batch, got"
+            f" {type(case['batch']).__name__}. Batch.of(data, weights) makes one."
+        )
+    weights = np.asarray(case["batch"].weights)
+    if not (weights > 0).any():
+        raise ValueError(
+            "parity: batch of the target must have a row of weight above 0, got"
+            f" {weights.size} rows without weight. Their gradient is 0 however it is reduced."
+        )
+    return dict(case)
+
+
+def default_splits(rows: int) -> list[tuple[int, ...]]:
+    """Ways to deal rows out that are as unkind as they can be: nearly all, all, and uneven fours.
+
+    Example:
+        >>> default_splits(6)
+        [(5, 1), (6, 0), (4, 1, 1), (2, 2, 1, 1)]
+    """
+    fours = tuple(rows // 4 + (rank < rows % 4) for rank in range(4))
+    splits = [(rows - 1, 1), (rows, 0), (rows - 2, 1, 1), fours]
+    return list(dict.fromkeys(split for split in splits if min(split) >= 0))
+
+
+def prove(
+    case: Mapping[str, Any],
+    splits: Sequence[tuple[int, ...]] | None = None,
+    *,
+    engines: Sequence[str] | None = None,
+    microbatches: int | None = None,
+    rtol: float | None = None,
+) -> Proof:
+    """Every comparison of `check_gradients`, and the same for a gradient that is wrong.
+
+    The rule: an argument that is given wins over the case's own of that name.
+
+    Args:
+        case: arguments of `check_gradients`.
+        splits: ways of dealing the rows to ranks; those of `default_splits` by default.
+        engines: the regimes to compare in; all by default.
+        microbatches: microbatches of each rank; 1 by default.
+        rtol: the difference allowed; by dtype by default.
+
+    Returns:
+        A `Proof`.
+
+    Raises:
+        ValueError: what `check_gradients` refuses.
+
+    Example:
+        >>> proof = prove(tiny_case(), [(4, 2)], engines=["vmap"])
+        >>> proof.failure is None, proof.control.worst.difference > 0.01
+        (True, True)
+    """
+    options = {"splits": splits, "engines": engines, "microbatches": microbatches, "rtol": rtol}
+    given = {name: value for name, value in options.items() if value is not None}
+    case = {"splits": default_splits(len(case["batch"].weights)), **case, **given}
+    report, failure = _compared(case)
+    wrong = {"gradient": mean_of_local_means, "engines": [_CONTROL_ENGINE]}
+    control, _ = _compared({**case, **wrong})
+    return Proof(report, control, failure)
+
+
+def _compared(case: Mapping[str, Any]) -> tuple[ParityReport, str | None]:
+    try:
+        report = check_gradients(**case)
+    except ParityError as error:
+        return error.report, str(error)
+    return report, None
+
+
+def mean_of_local_means(
+    loss_fn: Callable[..., Any],
+    *,
+    axis_name: Any = None,
+    microbatches: int = 1,
+    coefficients: Mapping[str, Any] | None = None,
+) -> Callable[[PyTree, Any], tuple[GlobalLoss, PyTree]]:
+    """The control: each rank differentiates its own mean, and the ranks' gradients are averaged."""
+
+    def local_mean(params: PyTree, batch: Any) -> Any:
+        sums = loss_fn(params, batch)
+        if isinstance(sums, WeightedSum):
+            return sums.mean()
+        return sum((coefficients or {})[name] * each.mean() for name, each in sums.items())
+
+    def gradient(params: PyTree, batch: Any) -> tuple[GlobalLoss, PyTree]:
+        found = jax.value_and_grad(local_mean)(params, batch)
+        value, gradients = found if axis_name is None else lax.pmean(found, axis_name)
+        return GlobalLoss(value, {}), gradients
+
+    return gradient

@@ -1,0 +1,1 @@
+"""The `report` command: what it finds, draws and writes."""

@@ -1,0 +1,16 @@
+"""Batches on the mesh: a plan's rows, streams of unknown length, and whether processes agree."""
+
+from jax_ddp_weighting.data.agreement import DisagreementError, EpochRecord, check_agreement
+from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.join import JOIN_CONVENTIONS, join_batches
+from jax_ddp_weighting.data.loader import batches
+
+__all__ = [
+    "JOIN_CONVENTIONS",
+    "Batch",
+    "DisagreementError",
+    "EpochRecord",
+    "batches",
+    "check_agreement",
+    "join_batches",
+]

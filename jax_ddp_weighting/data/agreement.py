@@ -1,0 +1,201 @@
+"""Do all ranks hold the same epoch? Said before the first collective, with the ranks' names."""
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting._errors import JdwError
+from jax_ddp_weighting._version import __version__
+from jax_ddp_weighting.distributed import coordination
+from jax_ddp_weighting.distributed.coordination import differing, named
+from jax_ddp_weighting.sampling.plan import EpochPlan
+
+_log = logging.getLogger("jax_ddp_weighting.agreement")  # as documented
+
+
+class DisagreementError(JdwError):
+    """Ranks that do not hold the same epoch, or are not there; the message names them."""
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """What one process holds of an epoch: every number that decides who reads what.
+
+    Attributes:
+        world_size: data-parallel ranks over all processes, the plan's `num_replicas`.
+        rank: the process that speaks, `jax.process_index()`. It speaks for all its devices.
+        manifest_hash: what the data set holds, in order; see `manifest_hash`.
+        num_examples: length of the data set.
+        seed: the plan's seed.
+        epoch: the epoch.
+        shuffle: whether ids are read in an order of the epoch's own.
+        order: "keyed", "torch", or the digest of an order of one's own.
+        tail: "mask", "repeat" or "drop".
+        batch_size: rows per rank and step.
+        steps: steps in the epoch.
+        accepted: slots of weight 1 in the epoch, over all ranks.
+        library_version: this library's version.
+
+    Example:
+        >>> plan = EpochPlan(47, num_replicas=3, batch_size=8)
+        >>> record = EpochRecord.of(plan, 0, manifest_hash(np.arange(47)))
+        >>> record.steps, record.accepted
+        (2, 47)
+    """
+
+    world_size: int
+    rank: int
+    manifest_hash: str
+    num_examples: int
+    seed: int
+    epoch: int
+    shuffle: bool
+    order: str
+    tail: str
+    batch_size: int
+    steps: int
+    accepted: int
+    library_version: str
+
+    @classmethod
+    def of(cls, plan: EpochPlan, epoch: int, manifest_hash: str) -> "EpochRecord":
+        """The record of a plan's epoch in this process.
+
+        Args:
+            plan: who reads what.
+            epoch: the epoch, at least 0.
+            manifest_hash: what the data set holds, from `manifest_hash`.
+
+        Returns:
+            An `EpochRecord` of this process and this version of the library.
+
+        Raises:
+            TypeError: an argument is of another type.
+            ValueError: `epoch` is negative, or `manifest_hash` empty.
+        """
+        if not isinstance(plan, EpochPlan):
+            raise TypeError(
+                f"EpochRecord.of: plan must be an EpochPlan, got {type(plan).__name__}. "
+                "A sampler's is its `plan`."
+            )
+        rule = "be an integer of at least 0"
+        epoch = check_integer("EpochRecord.of: epoch", epoch, 0, 2**63 - 1, rule)
+        if not isinstance(manifest_hash, str):
+            raise TypeError(
+                f"EpochRecord.of: manifest_hash must be a string, got {manifest_hash!r}. "
+                "manifest_hash(ids) makes one."
+            )
+        if not manifest_hash:
+            raise ValueError(
+                "EpochRecord.of: manifest_hash must not be empty, got ''. manifest_hash(ids) makes "
+                "one."
+            )
+        return cls(
+            world_size=plan.num_replicas,
+            rank=coordination.this_process()[0],
+            manifest_hash=manifest_hash,
+            epoch=epoch,
+            **plan.fingerprint,
+            batch_size=plan.batch_size,
+            steps=plan.steps_per_epoch,
+            accepted=plan.accepted_per_epoch,
+            library_version=__version__,
+        )
+
+    def to_json(self) -> str:
+        """The record as one line of JSON."""
+        return json.dumps(asdict(self))
+
+
+def check_agreement(record: EpochRecord, timeout_s: float = 60) -> None:
+    """Nothing, if every process has called this with the same record; else an error for all.
+
+    The rule: records are compared through the coordination service of `jax.distributed`, not by a
+    device collective, so that a process that is absent, late or different is named, by every other
+    one, within its time. The n-th call of one process meets the n-th calls of the others; a process
+    that comes late is told what the others have concluded. Only `rank` may differ.
+
+    Call it before the first collective of an epoch, the first use of a device included: JAX itself
+    waits there, for minutes and without naming anybody. The record is logged, as one line of JSON
+    at level INFO, by the logger `jax_ddp_weighting.agreement`.
+
+    Each process makes four small calls to the service whatever the number of processes, and the
+    last one to arrive also reads all the records: 10,000 of them are 5 MB, read in about 0.1 s, and
+    the 40,000 calls are some seconds of the service's time.
+
+    What it cannot do: process 0 holds the service. If that one is killed, JAX ends all the others,
+    at once and with a message of its own. If another is killed, JAX ends all the others when
+    `heartbeat_timeout_seconds` of `jax.distributed.initialize` (100) are over: keep `timeout_s`
+    below. And a process that leaves by an error waits for the missing ones as it exits, up to
+    `shutdown_timeout_seconds` (300).
+
+    Args:
+        record: this process's record, from `EpochRecord.of`.
+        timeout_s: how many seconds to wait for the other processes.
+
+    Raises:
+        DisagreementError: records differ, or ranks are absent; names each differing field with its
+            ranks and values, and each absent rank.
+        TypeError: `record` is no record, or `timeout_s` no number.
+        ValueError: `timeout_s` is not above 0, or the record is another process's.
+        RuntimeError: there are several processes without `jax.distributed`, or its service does not
+            answer.
+
+    Example:
+        >>> plan = EpochPlan(47, num_replicas=3, batch_size=8)
+        >>> record = EpochRecord.of(plan, 0, manifest_hash(np.arange(47)))
+        >>> check_agreement(record)  # one process agrees with itself
+    """
+    if not isinstance(record, EpochRecord):
+        raise TypeError(
+            f"check_agreement: record must be an EpochRecord, got {type(record).__name__}. "
+            "EpochRecord.of(plan, epoch, manifest_hash) makes one."
+        )
+    coordination.check_timeout("check_agreement: timeout_s", timeout_s)
+    index, count = coordination.this_process()
+    if record.rank != index:
+        raise ValueError(
+            f"check_agreement: record must be this process's own, rank {index}, got rank "
+            f"{record.rank}. Make it here, with EpochRecord.of."
+        )
+    line = record.to_json()
+    _log.info(line)
+    among = tuple(range(count))
+    meeting = coordination.next_meeting("agreement", index, among)
+    judge = partial(_findings, among=among, timeout_s=timeout_s)
+    findings = meeting.conclude(line, judge, timeout_s=timeout_s)
+    if findings:
+        raise DisagreementError(findings)
+    ours = __version__
+    if record.library_version != ours:
+        raise DisagreementError(
+            f"check_agreement: epoch {record.epoch}: the record must be made by this version, "
+            f"{ours}, got library_version {record.library_version!r} on {named([index])}. Install "
+            "one version everywhere."
+        )
+
+
+def _findings(said: dict[int, str], *, among: tuple[int, ...], timeout_s: float) -> str:
+    """What is wrong, in words; nothing if all processes have said the same."""
+    records = {rank: json.loads(line) for rank, line in said.items()}
+    absent = [rank for rank in among if rank not in said]
+    epochs = sorted({record["epoch"] for record in records.values()})
+    for record in records.values():
+        del record["rank"]
+    differences = differing(records)
+    if not (absent or differences):
+        return ""
+    parts = [f"check_agreement: epoch {', '.join(map(str, epochs))}:"]
+    if absent:
+        parts.append(
+            f"{named(absent)} absent, not there after {timeout_s:g} s; {named(said)} waited. Look "
+            "at the logs of the absent: they are gone, busy, or a call behind."
+        )
+    if differences:
+        parts.append(
+            f"ranks must hold the same epoch, got {'; '.join(differences)}. Give every rank the "
+            "same arguments and the same data."
+        )
+    return " ".join(parts)

@@ -1,0 +1,149 @@
+"""Rows with their identities and their weights: what a loss function is given."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import PyTree
+
+from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting.distributed import mesh as meshes
+from jax_ddp_weighting.distributed.placement import device_ids
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Rows with their identities and their weights: what a loss function is given.
+
+    Attributes:
+        data: a pytree of arrays `[rows, ...]`.
+        ids: integers `[rows]`, which example each row is.
+        weights: `[rows]`, how much each row counts; 0 is padding.
+        missing: `[rows]`, weight that counts in the denominator alone; None, but in batches of
+            `join_batches` whose convention divides by ranks that are not there any more. Where
+            they sum to `M` and the weights to `V` over all ranks, each term of a loss in
+            `value_and_grad` or a training step is divided by `1 + M / V` times its own weight.
+    """
+
+    data: Any
+    ids: Any
+    weights: Any
+    missing: Any = None
+
+    @classmethod
+    def of(cls, data: PyTree, weights: Any = None, ids: Any = None) -> "Batch":
+        """A batch made by hand, of data that no plan has laid out.
+
+        Args:
+            data: a pytree of arrays `[rows, ...]`.
+            weights: `[rows]`, each finite and at least 0; all 1 when None.
+            ids: integers `[rows]`; 0, 1, 2, ... when None.
+
+        Returns:
+            A `Batch` of the arrays as they are, on the host or on devices.
+
+        Raises:
+            TypeError: ids are no integers, or weights no numbers.
+            ValueError: the leaves have different numbers of rows, or a weight on the host is
+                negative or NaN. (Weights on a device are not read back.)
+
+        Example:
+            >>> batch = Batch.of({"x": np.zeros((3, 2))}, weights=np.array([1, 1, 0]))
+            >>> batch.ids.tolist(), batch.weights.tolist()
+            ([0, 1, 2], [1, 1, 0])
+        """
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
+        if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+            raise ValueError(
+                "Batch.of: data must be arrays with one leading axis of rows, got shapes "
+                f"{shapes}. Give every leaf the same number of rows."
+            )
+        rows = shapes[0][0]
+        weights = np.ones(rows, np.int32) if weights is None else _array(weights)
+        ids = np.arange(rows, dtype=np.int32) if ids is None else _array(ids)
+        for name, array in (("weights", weights), ("ids", ids)):
+            if array.shape != (rows,):
+                raise ValueError(
+                    f"Batch.of: {name} must have one entry per row, got shape {array.shape} for "
+                    f"{rows} rows. Token weights belong in data, beside the tokens."
+                )
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise TypeError(
+                f"Batch.of: ids must be integers, got {ids.dtype}. They say which example each row "
+                "is; other names of examples belong in data."
+            )
+        if not (jnp.issubdtype(weights.dtype, jnp.number) or weights.dtype == bool):
+            raise TypeError(
+                f"Batch.of: weights must be numbers, got {weights.dtype}. A row that is not to "
+                "count weighs 0."
+            )
+        if isinstance(weights, np.ndarray):
+            bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+            if bad.size:
+                raise ValueError(
+                    "Batch.of: weights must be finite and at least 0, got "
+                    f"{weights[bad[0]]} at row {bad[0]}. A row that is not to count weighs 0."
+                )
+        return cls(data, ids, weights)
+
+    def padded(self, multiple: int) -> "Batch":
+        """The batch, filled up with rows of weight 0 until its rows divide by `multiple`.
+
+        The rule: a row of padding repeats the first row, id included, at weight 0. So its data are
+        as finite as that row's, and it counts for nothing.
+
+        Args:
+            multiple: what the number of rows is to divide by, such as microbatches times ranks;
+                inside a mapped function, where a batch holds one rank's rows, the microbatches.
+
+        Returns:
+            A `Batch` of host arrays where they were on the host, else of device arrays; the same
+            batch where the rows divide already.
+
+        Raises:
+            TypeError: `multiple` is no integer.
+            ValueError: `multiple` is below 1.
+
+        Example:
+            >>> batch = Batch.of(np.array([7.0, 8.0, 9.0])).padded(4)
+            >>> batch.data.tolist(), batch.ids.tolist(), batch.weights.tolist()
+            ([7.0, 8.0, 9.0, 7.0], [0, 1, 2, 0], [1, 1, 1, 0])
+        """
+        check_integer(
+            "Batch.padded: multiple", multiple, 1, 2**62, "be at least 1", "1 adds no rows."
+        )
+        extra = -self.weights.shape[0] % multiple
+        if not extra:
+            return self
+
+        def repeated(leaf: Any) -> Any:
+            numpy = jnp if isinstance(leaf, jax.Array) else np
+            return numpy.concatenate([leaf, numpy.repeat(leaf[:1], extra, axis=0)])
+
+        rows = jax.tree.map(repeated, self)
+        real = np.arange(self.weights.shape[0] + extra) < self.weights.shape[0]
+
+        def of_real_rows(weights: Any) -> Any:
+            return weights * real.astype(weights.dtype)
+
+        missing = jax.tree.map(of_real_rows, rows.missing)
+        return Batch(rows.data, rows.ids, of_real_rows(rows.weights), missing)
+
+
+def placed_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
+    """A batch with its rows on the mesh, as `mesh.placed` places them, and its ids whole.
+
+    Raises:
+        ValueError: an id would be cut.
+    """
+    if isinstance(batch.ids, np.ndarray):
+        batch = replace(batch, ids=device_ids(batch.ids, caller=caller))
+    return meshes.placed(batch, sharding)
+
+
+def _array(values: Any) -> Any:
+    return values if isinstance(values, jax.Array) else np.asarray(values)

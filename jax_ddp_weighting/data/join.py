@@ -1,0 +1,243 @@
+"""Ranks that run out of data at different times: their streams as steps that all of them take."""
+
+import base64
+import json
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.stopping import (
+    ENDED,
+    FAILED,
+    GOES_ON,
+    answered,
+    asked,
+    raise_failure,
+    state_of,
+    whose,
+)
+from jax_ddp_weighting.data.streams import Stream
+from jax_ddp_weighting.distributed import coordination
+from jax_ddp_weighting.distributed.coordination import Meeting, differing, named
+from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.distributed.placement import RankPlacement
+
+JOIN_CONVENTIONS = ("example", "active_ranks", "initial_ranks")
+"""What a step's gradient is divided by where ranks have unequal data, or none any more."""
+
+
+def join_batches(
+    batches: Iterable[Batch] | Sequence[Iterable[Batch]],
+    mesh: Mesh,
+    *,
+    convention: str = "example",
+    axis_name: AxisName = "data",
+    timeout_s: float = 300,
+) -> Iterator[Batch]:
+    """Streams of unknown and different length as global batches: steps that all ranks take.
+
+    The rule: a stream that has ended goes on with rows of weight 0 until all have, so every rank
+    takes every step and its optimizer state stays the others'. What a step is divided by is
+    `convention`:
+
+    ================  =============================================================================
+    "example"         the weight of all rows: each row counts as its weight. The right one, mostly
+    "active_ranks"    ranks that still have rows: the mean of their means (torch's Join with
+                      `divide_by_initial_world_size=False`)
+    "initial_ranks"   all ranks, ended ones too: what is left pulls less and less (torch's default)
+    ================  =============================================================================
+
+    The last two rescale the rows' weights to one vote a stream. They do so per row: under a
+    loss that multiplies in weights of its own, per token, a stream has as many votes as its rows
+    have tokens on average. A stream whose rows all weigh 0 in a step has no mean to vote with.
+    Under "initial_ranks" the votes that are missing are in `Batch.missing`, which `value_and_grad`
+    and the training steps count in; your own reduction must too.
+
+    Whether anybody goes on is agreed by the devices, one step ahead: a number per rank whose
+    maximum is started before the step that runs meanwhile and read after it, so the devices never
+    wait for the host. The first batches' form, and a failure, go through the coordination service.
+
+    If a stream raises, or changes form, every rank takes the steps before, and then every rank
+    raises an error that names the rank, the step and the message. If a process does not come to a
+    step at all, the others name it after `timeout_s`, and at most a quarter of that or 10 s more:
+    it was killed, has left the loop, or is slow. After that the devices are not to be used again.
+
+    What JAX itself does when a process is killed: over gloo, some of the others, not all, get an
+    error from whatever array they read next; `heartbeat_timeout_seconds` later (100, unless
+    `jax.distributed.initialize` was told otherwise) all are ended; at once, if it was process 0.
+
+    Args:
+        batches: this process's stream of host `Batch`es, whose rows its ranks share; or a sequence
+            of such streams, one for each of its ranks on the mesh, in order. The first batches'
+            rows, the most of any rank, are what all batches are filled up to. Processes that share
+            a rank, on a mesh of further axes, must give it the same stream.
+        mesh: a mesh with the axis.
+        convention: "example", "active_ranks" or "initial_ranks"; the same on every process.
+        axis_name: the data axis.
+        timeout_s: how many seconds to wait for other processes, at the first batch and at a step.
+
+    Returns:
+        An iterator of global batches, every leaf sharded over the axis; as many as the longest
+        stream has. Weights are as they came, or float32 votes.
+
+    Raises:
+        TypeError: `batches` cannot be iterated.
+        ValueError: the convention is unknown, the mesh lacks the axis, holds no device of this
+            process or not one for each stream, or `timeout_s` is not above 0. At once, not at the
+            first batch.
+        RuntimeError: while iterating: a rank's stream failed, the first batches have different
+            forms, or a process is not there.
+
+    Matches:
+        torch 2.13.0's `Join` over `DistributedDataParallel`, in what gradients are divided by.
+
+    Example:
+        >>> long = [Batch.of(np.array([1.0, 2.0])), Batch.of(np.array([3.0]))]
+        >>> for batch in join_batches(long, data_mesh(1)):
+        ...     print(batch.data.tolist(), batch.weights.tolist())
+        [1.0, 2.0] [1, 1]
+        [3.0, 3.0] [1, 0]
+    """
+    if convention not in JOIN_CONVENTIONS:
+        raise ValueError(
+            f"join_batches: convention must be one of {', '.join(JOIN_CONVENTIONS)}, got "
+            f'{convention!r}. "example" counts every row as its weight.'
+        )
+    coordination.check_timeout("join_batches: timeout_s", timeout_s)
+    layout = RankPlacement.here(mesh, axis_name, caller="join_batches")
+    ranks = layout.local
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"join_batches: batches must be a stream or several, got {type(batches).__name__}. A "
+            "stream is anything that yields Batches."
+        )
+    several = _several(batches, ranks)
+    if several is None:
+        streams = [(iter(batches), ranks)]
+    else:
+        streams = [(iter(each), (rank,)) for each, rank in zip(several, ranks, strict=True)]
+    meeting = coordination.next_meeting("join", jax.process_index(), layout.processes)
+    return _joined(streams, layout, meeting, convention, timeout_s)
+
+
+def _several(batches: Any, ranks: tuple[int, ...]) -> Sequence[Any] | None:
+    """The streams of a sequence of them; None where `batches` is one stream."""
+    if not isinstance(batches, list | tuple) or not batches:
+        return None
+    if not all(isinstance(each, Iterable) for each in batches):
+        return None
+    if len(batches) != len(ranks):
+        raise ValueError(
+            "join_batches: batches must be one stream, or one for each rank of this process, got "
+            f"{len(batches)} streams for {named(ranks)}. An empty list is a rank without data."
+        )
+    return batches
+
+
+def _joined(
+    iterators: list[tuple[Iterator[Any], tuple[int, ...]]],
+    layout: RankPlacement,
+    meeting: Meeting,
+    convention: str,
+    timeout_s: float,
+) -> Iterator[Batch]:
+    streams = [Stream(iterator, ranks) for iterator, ranks in iterators]
+    state = _opened(streams, layout, meeting, convention, timeout_s)
+    step = 0
+    while state == GOES_ON:
+        taken = [_voting(stream.take(), convention) for stream in streams]
+        rows = jax.tree.map(lambda *parts: np.concatenate(parts), *taken)
+        batch = jax.tree.map(layout.globally, rows)
+        # asked before the step that the caller runs on this batch, and read after
+        answer = asked(state_of(streams), layout)
+        yield batch
+        step += 1
+        state = answered(answer, meeting, layout, step, timeout_s)
+    if state == FAILED:
+        raise_failure(streams, meeting, layout, step, timeout_s)
+
+
+def _voting(batch: Batch, convention: str) -> Batch:
+    """The rows with the weights that the convention gives them."""
+    if convention == "example":
+        return batch
+    total = batch.weights.sum(dtype=np.float64)
+    votes = (batch.weights / total if total else batch.weights).astype(np.float32)
+    missing = None
+    if convention == "initial_ranks":
+        missing = np.zeros_like(votes)
+        missing[0] = 0 if total else 1
+    return Batch(batch.data, batch.ids, votes, missing)
+
+
+# --- the first batches ----------------------------------------------------------------------------
+
+
+def _opened(
+    streams: list[Stream],
+    layout: RankPlacement,
+    meeting: Meeting,
+    convention: str,
+    timeout_s: float,
+) -> int:
+    """Agrees with the other processes on what batches look like; whether there are any."""
+    like = [jax.tree.map(lambda x: x[:0], s.upcoming) for s in streams if s.upcoming is not None]
+    said = {
+        "convention": convention,
+        "rows": max(stream.rows_per_rank for stream in streams),
+        "failed": any(stream.failure for stream in streams),
+        "forms": {stream.ranks[0]: stream.form for stream in streams if stream.form},
+        "like": _packed(like[0]) if like else None,
+    }
+    judge = partial(_judged_opening, layout=layout, timeout_s=timeout_s)
+    concluded = json.loads(meeting.conclude(json.dumps(said), judge, timeout_s=timeout_s))
+    if concluded["trouble"]:
+        raise RuntimeError(concluded["trouble"])
+    for stream in streams:
+        stream.settle(concluded["rows"], _unpacked(concluded["like"]))
+    if concluded["failed"]:
+        return FAILED
+    return GOES_ON if concluded["rows"] else ENDED
+
+
+def _judged_opening(said: dict[int, str], *, layout: RankPlacement, timeout_s: float) -> str:
+    each = {process: json.loads(text) for process, text in said.items()}
+    absent = [process for process in layout.processes if process not in said]
+    forms = {int(rank): form for one in each.values() for rank, form in one["forms"].items()}
+    conventions = {process: {"convention": one["convention"]} for process, one in each.items()}
+    trouble = ""
+    if absent:
+        trouble = (
+            f"join_batches: {whose(absent, layout)} absent, without a first batch after "
+            f"{timeout_s:g} s. Look at the logs of the absent: they are gone or slow; timeout_s "
+            "gives more time."
+        )
+    elif differences := [*differing(conventions, "process"), *differing(forms)]:
+        trouble = (
+            f"join_batches: all ranks must have one form of rows and one convention, got "
+            f"{'; '.join(differences)}. Pad rows to one shape, and give them one dtype."
+        )
+    likes = [one["like"] for one in each.values() if one["like"]]
+    return json.dumps(
+        {
+            "trouble": trouble,
+            "failed": any(one["failed"] for one in each.values()),
+            "rows": max(one["rows"] for one in each.values()),
+            "like": likes[0] if likes else None,
+        }
+    )
+
+
+def _packed(like: Batch) -> str:
+    # Only processes of one job read it. A pickle, since nothing else holds any pytree.
+    return base64.b64encode(pickle.dumps(like)).decode()
+
+
+def _unpacked(text: str | None) -> Batch | None:
+    return None if text is None else pickle.loads(base64.b64decode(text))

@@ -1,0 +1,211 @@
+"""What each process knows, told to all of them: messages, errors, and rows a chunk at a time.
+
+Everything travels as bytes through one all-gather whose shape every process agrees on beforehand,
+because JAX's own gather of host values cuts int64 to int32, refuses strings, and aborts the process
+on unequal shapes.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_FRAME = 4096  # bytes of a message's first frame
+_HEADER = 8  # of them for its length
+# Bytes a process sends at once: gloo's best between 2**16 and 2**24 (benchmarks/evaluation.py).
+_CHUNK = 1 << 20
+_ALIGNED = 16  # rows per chunk are a multiple of it, so that every column starts aligned
+
+
+@cache
+def _one_device_each() -> tuple[Mesh, Any, Any]:
+    """A mesh of one device per process, this process's device, and the compiled all-gather."""
+    first: dict[int, Any] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    mesh = Mesh(np.array([first[p] for p in sorted(first)]), ("processes",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return mesh, first[jax.process_index()], jax.jit(lambda x: x, out_shardings=everywhere)
+
+
+def allgather_bytes(sent: np.ndarray) -> np.ndarray:
+    """What every process sent, on every process.
+
+    Args:
+        sent: uint8 `[bytes]`, of the same length on every process.
+
+    Returns:
+        uint8 `[processes, bytes]`, read-only.
+    """
+    if jax.process_count() == 1:
+        return sent[None]
+    mesh, device, everywhere = _one_device_each()
+    stacked = jax.make_array_from_single_device_arrays(
+        (mesh.size, len(sent)),
+        NamedSharding(mesh, PartitionSpec("processes")),
+        [jax.device_put(sent[None], device)],
+    )
+    # reading it waits for it, after which `sent` may be written again
+    return np.asarray(everywhere(stacked).addressable_data(0))
+
+
+def allgather_messages(message: Any) -> list[Any]:
+    """The message of every process, in process order, on every process.
+
+    Args:
+        message: anything that JSON holds.
+    """
+    if jax.process_count() == 1:
+        return [message]
+    text = json.dumps(message).encode()
+    head, tail = text[: _FRAME - _HEADER], text[_FRAME - _HEADER :]
+    frame = len(text).to_bytes(_HEADER, "little") + head
+    frames = allgather_bytes(np.frombuffer(frame.ljust(_FRAME), np.uint8))
+    lengths = [int.from_bytes(each[:_HEADER].tobytes(), "little") for each in frames]
+    whole = [each[_HEADER:].tobytes() for each in frames]
+    rest = max(lengths) - (_FRAME - _HEADER)
+    if rest > 0:  # a power of two, so that few lengths are ever compiled
+        padded = tail.ljust(1 << (rest - 1).bit_length())
+        tails = allgather_bytes(np.frombuffer(padded, np.uint8))
+        whole = [first + each.tobytes() for first, each in zip(whole, tails, strict=True)]
+    return [json.loads(each[:length]) for each, length in zip(whole, lengths, strict=True)]
+
+
+class Round:
+    """What each process has to say in one block of `together`."""
+
+    def __init__(self) -> None:
+        self._message: Any = None
+        self.heard: list[Any] = []
+
+    def tell(self, message: Any) -> None:
+        """What the others will have heard once the block has ended; JSON holds it."""
+        self._message = message
+
+
+@contextmanager
+def together(*raised_as_they_are: type[Exception]) -> Iterator[Round]:
+    """A block that fails on every process where it fails on one, so that none waits for another.
+
+    The process where it failed raises its own error; the others raise one that names the process:
+    of the same type where that is `TypeError`, `ValueError` or one of those given, and else a
+    `RuntimeError`. Where it fails on none, all have `heard` each other in process order. Every
+    process must reach the block's end.
+
+    Args:
+        raised_as_they_are: further types of error that one message makes.
+    """
+    here = Round()
+    failure: Exception | None = None
+    try:
+        yield here
+    except Exception as error:  # whatever it is, the others wait to be told; it is raised below
+        failure = error
+    told = None if failure is None else [type(failure).__name__, str(failure)]
+    everyone = allgather_messages([told, None if told else here._message])
+    if failure is not None:
+        raise failure
+    for process, (failed, message) in enumerate(everyone):
+        if failed is not None:
+            name, text = failed
+            where = f"(raised on process {process})"
+            for kind in (TypeError, ValueError, *raised_as_they_are):
+                if name == kind.__name__:
+                    raise kind(f"{text} {where}")
+            raise RuntimeError(f"{name}: {text} {where}")
+        here.heard.append(message)
+
+
+Columns = list[np.ndarray]
+"""Arrays of one number of rows."""
+
+
+RowsLike = Sequence[tuple[np.dtype, tuple[int, ...]]]
+"""The dtype and the shape of a row of each column."""
+
+
+def row_bytes(like: RowsLike) -> int:
+    """The bytes of a row over all columns."""
+    return sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in like)
+
+
+def rows_per_chunk(row_bytes: int) -> int:
+    """How many rows of so many bytes a process sends at once."""
+    return max(1, _CHUNK // (max(1, row_bytes) * _ALIGNED)) * _ALIGNED
+
+
+def allgather_rows(
+    pieces: Iterable[Columns],
+    counts: Sequence[int],
+    like: RowsLike,
+) -> Iterator[tuple[int, Columns]]:
+    """Every process's rows, on every process, in chunks of a bounded size.
+
+    Args:
+        pieces: this process's rows, a few at a time; in all `counts[process]` of them.
+        counts: how many rows each process has; the same on every process.
+        like: the dtype and the shape of a row, for each column; the same on every process.
+
+    Yields:
+        `(place, columns)`: some rows, and the place of the first of them in the numbering that
+        counts all rows of process 0, then those of process 1, and so on. The columns may be
+        overwritten once the next are asked for.
+    """
+    if jax.process_count() == 1:
+        place = 0
+        for columns in pieces:
+            yield place, columns
+            place += len(columns[0])
+        return
+    # a power of two where there are few rows, so that few lengths are ever compiled
+    most = max(counts, default=0)
+    size = min(rows_per_chunk(row_bytes(like)), max(_ALIGNED, 1 << (most - 1).bit_length()))
+    firsts = np.cumsum([0, *counts])
+    buffer = np.zeros(size * row_bytes(like), np.uint8)
+    own, chunks = _columns_in(buffer, size, like), _chunks(pieces, size)
+    for start in range(0, most, size):
+        filled = 0
+        for columns in next(chunks, ()):
+            stop = filled + len(columns[0])
+            for into, column in zip(own, columns, strict=True):
+                into[filled:stop] = column
+            filled = stop
+        for process, received in enumerate(allgather_bytes(buffer)):
+            here = min(size, counts[process] - start)
+            if here > 0:
+                columns = _columns_in(received, size, like)
+                yield int(firsts[process]) + start, [column[:here] for column in columns]
+
+
+def _columns_in(buffer: np.ndarray, size: int, like: RowsLike) -> Columns:
+    """Views of a buffer: `size` rows of the first column, then of the second, and so on."""
+    columns, start = [], 0
+    for dtype, shape in like:
+        stop = start + size * dtype.itemsize * int(np.prod(shape))
+        if stop > start:
+            columns.append(buffer[start:stop].view(dtype).reshape(size, *shape))
+        else:  # rows of no bytes: a width of 0, or strings that are all empty
+            columns.append(np.zeros((size, *shape), dtype))
+        start = stop
+    return columns
+
+
+def _chunks(pieces: Iterable[Columns], size: int) -> Iterator[list[Columns]]:
+    """The pieces, cut and grouped so that each group but the last has `size` rows."""
+    group: list[Columns] = []
+    room = size
+    for columns in pieces:
+        while len(columns[0]):
+            group.append([column[:room] for column in columns])
+            columns = [column[room:] for column in columns]
+            room -= len(group[-1][0])
+            if not room:
+                yield group
+                group, room = [], size
+    if group:
+        yield group

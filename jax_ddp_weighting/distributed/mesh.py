@@ -1,0 +1,304 @@
+"""Data meshes, forced CPU devices, and the five ways JAX can hold a data axis.
+
+This is the only file that knows how the regimes differ. They differ in one thing: under
+`jax.shard_map` with its varying-axes check (the default), the gradient with respect to a value that
+does not vary over the axis is summed over the axis by JAX itself; everywhere else it is not. So the
+library makes parameters vary first (`vary`), which keeps gradients local until they are reduced
+once, on purpose.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jax_ddp_weighting._arguments import check_integer
+
+AxisName = str | tuple[str, ...]
+T = TypeVar("T")
+
+ENGINES = ("jit", "shard_map", "shard_map_unchecked", "pmap", "vmap")
+"""The regimes of a data axis: the global view of `jit`, `shard_map` with and without the
+varying-axes check, `pmap`, and `vmap` with an axis name (what `chex.fake_pmap` makes of `pmap`)."""
+
+
+def force_cpu_devices(num_devices: int) -> None:
+    """Let this process see `num_devices` CPU devices, to test data-parallel code without a pod.
+
+    Must come before the first JAX operation, because the devices are made when JAX starts. It
+    selects the CPU platform too, so that a GPU on the machine does not take the devices' place.
+
+    Args:
+        num_devices: how many devices, at least 1.
+
+    Raises:
+        ValueError: `num_devices` is below 1.
+        RuntimeError: JAX has started already with other devices.
+
+    Example:
+        >>> force_cpu_devices(4)  # doctest: +SKIP
+        >>> len(jax.devices())  # doctest: +SKIP
+        4
+    """
+    num_devices = check_integer(
+        "force_cpu_devices: num_devices",
+        num_devices,
+        1,
+        2**20,
+        "be at least 1",
+        "One device is JAX's own default.",
+    )
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        found = jax.local_devices()
+        if len(found) == num_devices and found[0].platform == "cpu":
+            return
+        raise RuntimeError(
+            f"force_cpu_devices: num_devices must be set before the first JAX operation, got "
+            f"{num_devices} when JAX had started with {len(found)} on {found[0].platform}. "
+            "Move the call to the top of the program, before anything makes an array."
+        ) from None
+    jax.config.update("jax_platforms", "cpu")
+
+
+def data_mesh(
+    num_devices: int | None = None,
+    *,
+    axis_name: str = "data",
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A one-dimensional mesh whose axis holds the data-parallel ranks.
+
+    The axis is of type `Auto`, so unplaced arrays are accepted; `jax.make_mesh` alone would make it
+    `Explicit`. The library takes meshes of both types, and meshes with further axes.
+
+    Args:
+        num_devices: how many devices to use; all of them when None.
+        axis_name: the name of the axis.
+        devices: the devices to choose from, in order; `jax.devices()` when None.
+
+    Returns:
+        A `jax.sharding.Mesh` of shape `{axis_name: num_devices}`.
+
+    Raises:
+        ValueError: fewer devices are there than asked for, or `num_devices` is below 1.
+
+    Example:
+        >>> dict(data_mesh(1).shape)
+        {'data': 1}
+    """
+    found = list(jax.devices() if devices is None else devices)
+    wanted = len(found) if num_devices is None else num_devices
+    check_integer(
+        "data_mesh: num_devices", wanted, 1, 2**31, "be at least 1", "Leave it out to use all."
+    )
+    if wanted > len(found):
+        platform = found[0].platform if found else "any platform"
+        raise ValueError(
+            f"data_mesh: {wanted} devices wanted on {platform}, {len(found)} found. "
+            f"Call force_cpu_devices({wanted}) before the first JAX operation."
+        )
+    return jax.make_mesh(
+        (wanted,), (axis_name,), axis_types=(AxisType.Auto,), devices=found[:wanted]
+    )
+
+
+def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) -> int:
+    """How many ranks the mesh's data axis holds; `caller` speaks in the error.
+
+    Raises:
+        TypeError: `mesh` is none.
+        ValueError: the mesh has no such axis.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"{caller}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. data_mesh() "
+            "makes one."
+        )
+    size = 1
+    for name in _names(axis_name):
+        if name not in mesh.shape:
+            raise ValueError(
+                f"{caller}: mesh must have the axis {name!r}, got axes {tuple(mesh.axis_names)}. "
+                "Make it with data_mesh(), or name your data axis with axis_name=."
+            )
+        size *= mesh.shape[name]
+    return size
+
+
+def row_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
+    """Rows spread over the ranks: how a batch lies on the mesh."""
+    return NamedSharding(mesh, PartitionSpec(axis_name))
+
+
+def replicated_sharding(mesh: Mesh) -> NamedSharding:
+    """The same on every device: how a state lies on the mesh unless it is sharded on purpose."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def placed(tree: T, sharding: NamedSharding) -> T:
+    """The tree on the mesh: leaves that lie on it stay as they are, others move to `sharding`.
+
+    Placing once keeps a step at one compilation: JAX compiles anew when the placement of an input
+    changes, as it would between a fresh state and the state that the first step returned.
+    """
+
+    def lies_there(leaf: Any) -> bool:
+        current = getattr(leaf, "sharding", None)
+        return isinstance(current, NamedSharding) and current.mesh == sharding.mesh
+
+    def place(leaf: Any) -> Any:
+        if lies_there(leaf):
+            return leaf
+        # A copy, so that donating the placed tree leaves the caller's own arrays alone. (Whatever
+        # it is told, device_put aliases keys, and arrays that lie on one of several devices.)
+        own = jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+        return jax.device_put(own, sharding)
+
+    if all(map(lies_there, jax.tree.leaves(tree))):
+        return tree  # as on every step but the first, which must cost nothing
+    return jax.tree.map(place, tree)
+
+
+# --- inside a mapped function ---------------------------------------------------------------------
+
+
+def axis_size(axis_name: AxisName, *, caller: str) -> int:
+    """The number of ranks on the axis of the function that is being mapped.
+
+    Raises:
+        ValueError: the axis is not mapped here.
+    """
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"{caller}: axis_name must be an axis mapped here, got {axis_name!r}. Call it inside "
+            "shard_map, pmap or vmap over that axis; under plain jit leave axis_name=None."
+        ) from None
+
+
+def is_checked(axis_name: AxisName) -> bool:
+    """Whether the axis is held by `shard_map` with its varying-axes check, as JAX's default is.
+
+    The rank's own index is the one value that varies over the axis in every regime, so its type
+    says whether types tell what varies.
+    """
+    return set(_names(axis_name)) <= _varying(jax.lax.axis_index(axis_name))
+
+
+def vary(tree: T, axis_name: AxisName) -> T:
+    """The same values, typed as varying over the axis, so that gradients stay local to the rank.
+
+    A no-op where types do not tell what varies: `shard_map(check_vma=False)`, `pmap`, `vmap`.
+    """
+    if not is_checked(axis_name):
+        return tree
+    return jax.tree.map(partial(_vary_over, axes=frozenset(_names(axis_name))), tree)
+
+
+def varies(value: jax.Array, axis_name: AxisName) -> bool:
+    """Whether the value's type says that it may differ from rank to rank of the axis.
+
+    Never where types do not tell what varies: `shard_map(check_vma=False)`, `pmap`, `vmap`.
+    """
+    return not _varying(value).isdisjoint(_names(axis_name))
+
+
+def zeros_like(value: Any, dtype: Any) -> jax.Array:
+    """Zeros that vary over the axes that `value` varies over, sharded as its type is."""
+    # jnp.zeros_like forgets how a value is sharded over axes of type Explicit; a select does not
+    return jnp.where(False, value, 0).astype(dtype)
+
+
+def vary_like(value: jax.Array, model: jax.Array) -> jax.Array:
+    """`value`, typed as varying over every axis over which `model` varies."""
+    return _vary_over(value, axes=_varying(model))
+
+
+def _vary_over(value: Any, *, axes: frozenset[str]) -> Any:
+    missing = tuple(sorted(axes - _varying(value)))  # pcast refuses what varies already
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
+
+
+def _varying(value: Any) -> frozenset[str]:
+    kind: Any = jax.typeof(value)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+
+
+def _names(axis_name: AxisName) -> tuple[str, ...]:
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+# --- entering a mapped function -------------------------------------------------------------------
+
+
+def over_ranks(
+    fn: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    *,
+    axis_name: AxisName = "data",
+    engine: str = "shard_map",
+) -> Callable[[PyTree, PyTree], PyTree]:
+    """`fn(replicated, rows)`, run once per rank on the rank's own rows, in the chosen regime.
+
+    Args:
+        fn: what each rank runs; its result must be the same on every rank, reduced by `fn` itself.
+        mesh: a mesh with the axis; `vmap` uses its size only, so an abstract one will do.
+        axis_name: the data axis.
+        engine: one of `ENGINES`. Under `"jit"`, `fn` sees all rows at once and no axis.
+
+    Returns:
+        A function of `(replicated, rows)`: the first as it is on every rank, every leaf of the
+        second of shape `[num_ranks * rows, ...]`.
+
+    Raises:
+        ValueError: the mesh lacks the axis, the engine is unknown, or `pmap`, which knows one axis,
+            is given a mesh of several.
+    """
+    ranks = num_ranks(mesh, axis_name, caller="over_ranks")
+    if engine == "jit":
+        return fn
+    if engine in ("shard_map", "shard_map_unchecked"):
+        return jax.shard_map(
+            fn,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(axis_name)),
+            out_specs=PartitionSpec(),
+            axis_names=set(_names(axis_name)),
+            check_vma=engine == "shard_map",
+        )
+    names = _names(axis_name)
+    first, shape = names[0], tuple(mesh.shape[name] for name in names)
+    if engine == "pmap" and isinstance(mesh, Mesh):
+        if len(names) > 1 or mesh.size != ranks:
+            raise ValueError(
+                f"over_ranks: mesh must have one axis under pmap, got axes {mesh.axis_names} and "
+                f"axis_name={axis_name!r}. Use shard_map, or jit, for meshes of several axes."
+            )
+        mapped = jax.pmap(
+            fn, first, in_axes=(None, 0), out_axes=None, devices=list(mesh.devices.flat)
+        )
+    elif engine == "vmap":
+        mapped = fn
+        for name in reversed(names):
+            mapped = jax.vmap(mapped, in_axes=(None, 0), out_axes=None, axis_name=name)
+    else:
+        raise ValueError(
+            f"over_ranks: engine must be one of {', '.join(ENGINES)}, got {engine!r}. "
+            '"shard_map" is JAX\'s current default.'
+        )
+
+    def stacked(replicated: PyTree, rows: PyTree) -> PyTree:
+        by_rank = jax.tree.map(
+            lambda x: jnp.reshape(x, (*shape, x.shape[0] // ranks, *x.shape[1:])), rows
+        )
+        return mapped(replicated, by_rank)
+
+    return stacked

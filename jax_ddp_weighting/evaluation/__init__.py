@@ -1,0 +1,17 @@
+"""Metrics that do not move with the number of devices, and predictions by id."""
+
+from jax_ddp_weighting.evaluation.gathering import gather_by_id
+from jax_ddp_weighting.evaluation.metrics import Evaluation, evaluate
+from jax_ddp_weighting.evaluation.part_files import due_step, held_ids, read_parts, write_part
+from jax_ddp_weighting.evaluation.predictions import Predictions
+
+__all__ = [
+    "Evaluation",
+    "Predictions",
+    "due_step",
+    "evaluate",
+    "gather_by_id",
+    "held_ids",
+    "read_parts",
+    "write_part",
+]

@@ -1,0 +1,172 @@
+"""Predictions brought together from every process, by id."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from jax_ddp_weighting._arguments import check_length
+from jax_ddp_weighting.distributed import allgather
+from jax_ddp_weighting.evaluation.id_index import common_id_dtype, places_by_id
+from jax_ddp_weighting.evaluation.local_rows import LocalRows
+from jax_ddp_weighting.evaluation.predictions import (
+    Leaf,
+    Predictions,
+    Table,
+    agreed_leaves,
+    columns_like,
+    columns_of,
+    conflict,
+)
+from jax_ddp_weighting.sampling.audit import CoverageError
+
+
+@overload
+def gather_by_id(
+    ids: Any,
+    weights: Any,
+    predictions: PyTree,
+    *,
+    num_examples: int | None = None,
+    to: Literal["all"] = "all",
+    pad: Any = None,
+) -> Predictions: ...
+@overload
+def gather_by_id(
+    ids: Any,
+    weights: Any,
+    predictions: PyTree,
+    *,
+    num_examples: int | None = None,
+    to: Literal["first"],
+    pad: Any = None,
+) -> Predictions | None: ...
+def gather_by_id(
+    ids: Any,
+    weights: Any,
+    predictions: PyTree,
+    *,
+    num_examples: int | None = None,
+    to: str = "all",
+    pad: Any = None,
+) -> Predictions | None:
+    """Every accepted row's prediction, from all processes, in the order of the ids.
+
+    The rule: rows of weight 0 are gone, every other row is found by its id and never by its
+    position, and each id comes out once. Equal copies are dropped and reported; copies that differ
+    are an error, since neither can be believed. Nothing is rounded on the way: the bytes travel.
+
+    Every process must call it, an empty-handed one too, and an error on one is an error on all.
+    Beside the result a process holds one chunk of about 1 MiB from each process.
+
+    Args:
+        ids: integers of up to 64 bits, or strings, ``[rows]``: this process's rows, on the host or
+            on its devices; or a global array, as a `Batch` has. Or a list of such, one a step, with
+            `weights` and `predictions` as lists of the same length.
+        weights: ``[rows]``, each finite and at least 0; None where every row counts.
+        predictions: a pytree of arrays ``[rows, ...]`` (numbers or strings) that lie as `ids` do.
+        num_examples: how many examples there are. When given, integer ids must be exactly
+            ``[0, num_examples)``, and no sorting is needed.
+        to: ``"all"`` gives every process the result; ``"first"`` gives it to process 0 and None to
+            the others.
+        pad: where rows differ in their first axis between steps or processes, as generated tokens
+            do: the value to fill narrower rows with. They are refused when None.
+
+    Returns:
+        `Predictions`, the leaves on the host.
+
+    Raises:
+        CoverageError: an id is missing or out of range, where `num_examples` is known. It names
+            ids.
+        TypeError: ids are neither integers nor strings; a leaf has several dtypes.
+        ValueError: two rows claim one id with different predictions (it names both rows); lengths,
+            structures or shapes differ; a weight is negative or NaN.
+
+    Example:
+        >>> ids, weights = np.array([2, 0, 1, 0]), np.array([1, 1, 1, 0])  # the last is padding
+        >>> found = gather_by_id(ids, weights, {"class": np.array([7, 5, 6, 9])}, num_examples=3)
+        >>> found.ids.tolist(), found.predictions["class"].tolist()
+        ([0, 1, 2], [5, 6, 7])
+    """
+    with allgather.together(CoverageError) as described:
+        if to not in ("all", "first"):
+            raise ValueError(
+                f'gather_by_id: to must be "all" or "first", got {to!r}. '
+                '"first" is process 0, where a result is to be written, say.'
+            )
+        if num_examples is not None:
+            num_examples = check_length("gather_by_id: num_examples", num_examples)
+        local = LocalRows(ids, weights, predictions, caller="gather_by_id")
+        described.tell({**local.described(), "arguments": repr((num_examples, to, pad))})
+    leaves = _leaves(described.heard, pad)
+    with allgather.together(CoverageError) as read:
+        read.tell(local.read())
+    counts = [each["count"] for each in read.heard]
+    id_dtype = common_id_dtype(read.heard, caller="gather_by_id")
+
+    keeps = to == "all" or jax.process_index() == 0
+    gathered = np.empty(sum(counts) if keeps else 0, id_dtype)
+    size = allgather.rows_per_chunk(id_dtype.itemsize)
+    own = ([part.astype(id_dtype, copy=False)] for part in local.ids(size))
+    for place, (part,) in allgather.allgather_rows(own, counts, [(id_dtype, ())]):
+        if keeps:
+            gathered[place : place + len(part)] = part
+    table = None
+    with allgather.together(CoverageError):
+        if keeps:
+            places = places_by_id(gathered, num_examples, caller="gather_by_id")
+            del gathered
+            table = Table(places, leaves)
+
+    like = columns_like(leaves)
+    size = allgather.rows_per_chunk(allgather.row_bytes(like))
+    own = (columns_of(rows, leaves) for rows in local.leaves(size))
+    for place, columns in allgather.allgather_rows(own, counts, like):
+        if table is not None:
+            table.put(place, columns)
+    _refuse_conflicts([] if table is None else table.conflicts(), local)
+    return None if table is None else table.result(local.unflatten)
+
+
+def _leaves(everyone: Sequence[Mapping[str, Any]], pad: Any) -> list[Leaf]:
+    """What the leaves are, once it is clear that all processes gather the same thing."""
+    for key, noun, remedy in (
+        ("arguments", "num_examples, to and pad", "They are no matter of the process."),
+        ("global", "global arrays", "Gather batches everywhere, or host arrays everywhere."),
+        (
+            "structure",
+            "the structure of predictions",
+            "A process without rows gives arrays [0, ...] of the same structure.",
+        ),
+    ):
+        for process, each in enumerate(everyone):
+            if each[key] != everyone[0][key]:
+                raise ValueError(
+                    f"gather_by_id: {noun} must be the same on every process, got "
+                    f"{everyone[0][key]} on process 0 and {each[key]} on process {process}. "
+                    f"{remedy}"
+                )
+    filled = [
+        (f" on process {process}" if len(everyone) > 1 else "", each["leaves"])
+        for process, each in enumerate(everyone)
+        if each["rows"]
+    ]
+    return agreed_leaves(filled or [("", everyone[0]["leaves"])], pad, caller="gather_by_id")
+
+
+def _refuse_conflicts(conflicts: Sequence[Any], local: LocalRows) -> None:
+    """Names the ids, and where the rows that claim the first of them sit, on every process."""
+    number, shown = max(
+        allgather.allgather_messages([len(conflicts), list(conflicts[:1])]), key=lambda x: x[0]
+    )
+    if not number:
+        return
+    everywhere = allgather.allgather_messages(local.claims(shown[0]))
+    rows = [
+        f"{row} on process {process}" if len(everywhere) > 1 else row
+        for process, claims in enumerate(everywhere)
+        for row in claims
+    ]
+    raise conflict("gather_by_id", shown[0], rows, number)

@@ -1,0 +1,250 @@
+"""Exact evaluation: predictions by id, and metrics that do not move with the number of devices."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import isfinite, nan
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, PyTree
+
+from jax_ddp_weighting.data.batch import Batch, placed_batch
+from jax_ddp_weighting.distributed import mesh as meshes
+from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.sums import WeightedSum
+
+_AHEAD = 8  # steps in flight before the oldest is read
+
+MetricFn = Callable[..., Any]
+"""`(batch) -> dict[str, WeightedSum]`, or `(params, batch)` where params are given."""
+
+
+@dataclass(frozen=True)
+class Evaluation(Mapping[str, float]):
+    """The mean of each metric, by name; a mapping.
+
+    Args:
+        means: name -> mean, divided once, from exact sums.
+        sums: name -> the `WeightedSum` behind it: Python integers where the metric was counted in
+            integers, floats otherwise.
+        accepted: how many rows had weight.
+        steps: how many batches there were.
+    """
+
+    means: Mapping[str, float]
+    sums: Mapping[str, WeightedSum]
+    accepted: int
+    steps: int
+
+    def __getitem__(self, name: str) -> float:
+        return self.means[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.means)
+
+    def __len__(self) -> int:
+        return len(self.means)
+
+
+def evaluate(
+    metric_fn: MetricFn,
+    batches: Iterable[Batch],
+    mesh: Mesh,
+    *,
+    params: PyTree = None,
+    empty: Literal["raise", "nan"] = "raise",
+    axis_name: AxisName = "data",
+) -> Evaluation:
+    """The mean of each metric over all rows of all batches, each row counted as its weight, once.
+
+    The rule: numerators and denominators are summed over rows, ranks and steps, and divided once.
+    Within a step they are summed on the devices, as `metric_fn` does it; from step to step on the
+    host, as exact rationals that are rounded once, in the mean. So hits counted in integers give
+    the same mean to the last bit for every number of ranks and rows per batch, up to 2**31 of
+    weight per step and without limit over the steps; float32 losses are off by the rounding of one
+    step's float32 sum at most, however many rows there are.
+
+    `metric_fn` is compiled in the global view of `jit`: it sees all ranks' rows. It is compiled
+    once for a run, as long as it is the same function object: define it once and hand parameters in
+    as `params`. A function made anew each epoch is compiled anew each epoch.
+
+    In a run of several processes every process must give the same number of batches, as
+    `batches(plan, ...)` does whatever the number of examples.
+
+    Args:
+        metric_fn: `metric_fn(batch)` returns a dict of `WeightedSum`s, each over its own weight, or
+            a single one, which is named `"loss"`; `metric_fn(params, batch)` where `params` are
+            given. `weighted_sum(logits.argmax(-1) == labels, batch.weights)` counts hits.
+        batches: `Batch`es. Those smaller than the first are filled up with rows of weight 0, so
+            that a short last one needs no second compilation.
+        mesh: a mesh with the data axis.
+        params: what `metric_fn` is given first, a pytree; placed on the mesh if it is elsewhere.
+        empty: what the mean of a metric without any weight is: an error, or `"nan"`. Never 0, which
+            would pass for a result.
+        axis_name: the data axis.
+
+    Returns:
+        An `Evaluation`: a mapping of name to mean, with `accepted` and the exact `sums`; the same
+        on every process.
+
+    Raises:
+        TypeError: `metric_fn` returns anything but `WeightedSum`s, or a batch is no `Batch`.
+        ValueError: a metric has no weight at all; a weight is negative, as integers are that have
+            passed 2**31 in one step; the mesh lacks the axis.
+
+    Example:
+        >>> def metric_fn(params, batch):
+        ...     error = batch.data - params
+        ...     return {
+        ...         "close": weighted_sum(abs(error) < 1, batch.weights),
+        ...         "squared error": weighted_sum(error**2, batch.weights),
+        ...     }
+        >>> plan = EpochPlan(5, num_replicas=1, batch_size=2, shuffle=False)
+        >>> rows = np.array([1.0, 2.0, 2.5, 4.0, 9.0])
+        >>> found = evaluate(
+        ...     metric_fn, batches(plan, 0, lambda ids: rows[ids], data_mesh(1)), data_mesh(1),
+        ...     params=2.0,
+        ... )
+        >>> found["close"], found.sums["close"].total, found.accepted
+        (0.4, 2, 5)
+    """
+    if empty not in ("raise", "nan"):
+        raise ValueError(f'evaluate: empty must be "raise" or "nan", got {empty!r}.')
+    ranks = meshes.num_ranks(mesh, axis_name, caller="evaluate")
+    everywhere = meshes.replicated_sharding(mesh)
+    first = () if params is None else (meshes.placed(params, everywhere),)
+    # jit keeps what it compiled by the function itself, so a second `evaluate` compiles nothing
+    compiled = jax.jit(metric_fn, out_shardings=everywhere)
+    count = jax.jit(_accepted_rows, out_shardings=everywhere)
+    totals = _Totals()
+    in_flight: deque[tuple[Any, Array]] = deque()
+    rows = 0
+    for batch in batches:
+        if not isinstance(batch, Batch):
+            raise TypeError(
+                f"evaluate: batches must be Batches, got {type(batch).__name__}. "
+                "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
+            )
+        rows = rows or max(1, -(-batch.weights.shape[0] // ranks)) * ranks
+        sharding = meshes.row_sharding(mesh, axis_name)
+        batch = placed_batch(_filled(batch, rows, ranks), sharding, caller="evaluate")
+        in_flight.append((compiled(*first, batch), count(batch.weights)))
+        if len(in_flight) > _AHEAD:
+            totals.add(*in_flight.popleft())
+    while in_flight:
+        totals.add(*in_flight.popleft())
+    return totals.evaluation(empty)
+
+
+def _accepted_rows(weights: Array) -> Array:
+    return jnp.sum(weights > 0, dtype=jnp.int32)
+
+
+def _filled(batch: Batch, rows: int, ranks: int) -> Batch:
+    """The batch with as many rows as the first, or as divide by the ranks; the added weigh 0."""
+    found = batch.weights.shape[0]
+    missing = rows - found if found <= rows else -found % ranks
+    if not missing:
+        return batch
+
+    def fill(leaf: Any) -> np.ndarray:
+        leaf = np.asarray(leaf)
+        # the last row again: finite data where the data is finite
+        more = np.repeat(leaf[-1:], missing, axis=0) if len(leaf) else np.zeros(missing)
+        return np.concatenate([leaf, more.reshape(missing, *leaf.shape[1:])])
+
+    weights = np.asarray(batch.weights)
+    return Batch(
+        jax.tree.map(fill, batch.data),
+        fill(batch.ids),
+        np.concatenate([weights, np.zeros(missing, weights.dtype)]),
+    )
+
+
+class _Totals:
+    """Sums over steps, exact: integers, and rationals for floats."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Any, Any]] = {}
+        self._accepted = 0
+        self._steps = 0
+
+    def add(self, sums: Any, accepted: Array) -> None:
+        for name, each in _named(jax.device_get(sums)).items():
+            total, weight = self._sums.get(name, (0, 0))
+            more = _exact(each.weight)
+            if more < 0:
+                raise ValueError(
+                    f"evaluate: weight must be at least 0, got {more} for {name!r} in step "
+                    f"{self._steps}. Integer weights that pass 2**31 in one step wrap round: take "
+                    "smaller batches or float weights."
+                )
+            self._sums[name] = _plus(total, _exact(each.total)), _plus(weight, more)
+        self._accepted += int(accepted)
+        self._steps += 1
+
+    def evaluation(self, empty: str) -> Evaluation:
+        nothing = [name for name, (_, weight) in self._sums.items() if weight == 0]
+        if empty == "raise" and (nothing or not self._sums):
+            what = f"got none for {', '.join(map(repr, nothing))}" if nothing else "got no batches"
+            raise ValueError(
+                f"evaluate: batches must hold weight for every metric, {what} ({self._accepted} "
+                'accepted rows). empty="nan" makes such a mean nan.'
+            )
+        return Evaluation(
+            means={name: _mean(*each) for name, each in self._sums.items()},
+            sums={name: WeightedSum(*map(_plain, each)) for name, each in self._sums.items()},
+            accepted=self._accepted,
+            steps=self._steps,
+        )
+
+
+Exact = int | Fraction | float
+"""An exact number, or a float that is none: NaN or infinity."""
+
+
+def _exact(value: np.ndarray) -> Exact:
+    number = value.item()
+    return Fraction(number) if isinstance(number, float) and isfinite(number) else number
+
+
+def _plus(a: Exact, b: Exact) -> Exact:
+    return a + b  # a rational plus nan is nan
+
+
+def _mean(total: Exact, weight: Exact) -> float:
+    return float(total / weight) if weight else nan
+
+
+def _plain(number: Exact) -> int | float:
+    return number if isinstance(number, int) else float(number)
+
+
+def _named(sums: Any) -> dict[str, WeightedSum]:
+    named = {"loss": sums} if isinstance(sums, WeightedSum) else sums
+    if not (isinstance(named, Mapping) and named) or not all(
+        isinstance(each, WeightedSum) for each in named.values()
+    ):
+        raise TypeError(
+            f"evaluate: metric_fn must return a dict of WeightedSums, got {_described(sums)}. "
+            "Return weighted_sum(values, batch.weights): a mean has lost its denominator, and "
+            "batches of unequal weight cannot be averaged any more."
+        )
+    for name, each in named.items():
+        if np.shape(each.total) != () or np.shape(each.weight) != ():
+            raise ValueError(
+                f"evaluate: metric_fn must return scalar sums, got total {np.shape(each.total)} "
+                f"and weight {np.shape(each.weight)} for {name!r}. weighted_sum makes them."
+            )
+    return dict(named)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(sorted({_described(each) for each in value.values()}))}"
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__

@@ -1,0 +1,305 @@
+"""What was really read: slots counted by id."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Integer
+
+from jax_ddp_weighting._arguments import check_length, check_limit, listed
+from jax_ddp_weighting._errors import JdwError
+from jax_ddp_weighting.sampling.tally import Tally
+
+Rank = tuple[np.ndarray, np.ndarray | None]  # one rank's ids, and its weights if there are any
+
+
+def checked(function: str, ids: list[np.ndarray], weights: list[np.ndarray] | None) -> list[Rank]:
+    """Every rank's ids and weights, flat, of one length, and such as they must be."""
+    for rank_ids in ids:
+        if rank_ids.size and rank_ids.dtype.kind not in "iu":
+            raise TypeError(
+                f"{function}: ids must be integers, got {rank_ids.dtype}. Give them in an integer"
+                " dtype, which holds 64 bits at most."
+            )
+    flat = [np.ravel(r) if r.size else np.zeros(0, np.int64) for r in ids]
+    if weights is None:
+        return [(rank_ids, None) for rank_ids in flat]
+    shapes, wanted = [[array.shape for array in part] for part in (weights, ids)]
+    if shapes != wanted:
+        raise ValueError(
+            f"{function}: weights must have the shape of ids, got {_shape(shapes)} and"
+            f" {_shape(wanted)}. Every slot has one weight."
+        )
+    for values in weights:
+        if values.dtype.kind not in "iufbV":  # V: bfloat16 and its kin, which compare as numbers
+            raise TypeError(f"{function}: weights must be numbers, got {values.dtype}.")
+        if values.size and not (values.min() >= 0 and values.max() < np.inf):  # NaN is neither
+            wrong = values[~((values >= 0) & np.isfinite(values))]
+            raise ValueError(
+                f"{function}: weights must be finite and at least 0, got {wrong[0]}."
+                " Padding has weight 0."
+            )
+    return list(zip(flat, map(np.ravel, weights), strict=True))
+
+
+def _shape(shapes: list[tuple[int, ...]]) -> str:
+    return str(shapes[0]) if len(shapes) == 1 else f"by rank {listed(shapes)}"
+
+
+LISTED = 10_000
+"""How many ids of a kind an audit lists, unless told otherwise; the rest it counts."""
+
+
+class CoverageError(JdwError):
+    """An epoch that did not count every id exactly once; the message names ids."""
+
+
+@dataclass(frozen=True)
+class EpochAudit:
+    """What the slots of an epoch covered.
+
+    Args:
+        num_examples: how many ids there are.
+        slots: slots looked at, padding included.
+        accepted: slots of weight above 0.
+        unique: different ids in accepted slots, of those in range.
+        duplicated: id -> accepted slots, where there is more than one; in ascending order, up to
+            the audit's limit.
+        omitted: ids in no accepted slot, ascending, up to the audit's limit.
+        out_of_range: different ids outside ``[0, num_examples)``, ascending, up to the limit.
+        num_duplicated: how many ids are duplicated, listed or not.
+        num_omitted: how many ids are omitted, listed or not.
+        num_out_of_range: how many accepted slots hold an id out of range.
+        per_rank: accepted slots of each rank.
+        weight_range: smallest and largest accepted weight that an id received over all its slots;
+            an omitted id received 0.
+        epoch: the epoch, where it is known.
+
+    Example:
+        >>> from jax_ddp_weighting import audit_ids
+        >>> audit = audit_ids([0, 2, 2], 4, epoch=3)
+        >>> audit.check_exactly_once()
+        Traceback (most recent call last):
+        ...
+        jax_ddp_weighting.sampling.audit.CoverageError: epoch 3: 2 of 4 ids omitted (1, 3), 1 \
+duplicated (2). tail="drop" cuts the tail; tail="mask" keeps every id once.
+    """
+
+    num_examples: int
+    slots: int
+    accepted: int
+    unique: int
+    duplicated: Mapping[int, int]
+    omitted: tuple[int, ...]
+    out_of_range: tuple[int, ...] = ()
+    num_duplicated: int = 0
+    num_omitted: int = 0
+    num_out_of_range: int = 0
+    per_rank: tuple[int, ...] = ()
+    weight_range: tuple[float, float] = (0, 0)
+    epoch: int | None = None
+
+    @property
+    def exactly_once(self) -> bool:
+        """Whether every id sits in one accepted slot, and nothing else does."""
+        return not (self.num_duplicated or self.num_omitted or self.num_out_of_range)
+
+    def check_exactly_once(self) -> None:
+        """Raise unless every id was accepted exactly once.
+
+        Raises:
+            CoverageError: ids were omitted, duplicated or out of range. It names them.
+        """
+        if self.exactly_once:
+            return
+        where = "" if self.epoch is None else f"epoch {self.epoch}: "
+        parts = [
+            f"{self.num_omitted} of {self.num_examples} ids omitted"
+            + _in_brackets(self.omitted, self.num_omitted),
+            f"{self.num_duplicated} duplicated"
+            + _in_brackets(tuple(self.duplicated), self.num_duplicated),
+        ]
+        if self.num_out_of_range:
+            parts.append(
+                f"{self.num_out_of_range} slots out of range" + _in_brackets(self.out_of_range)
+            )
+            remedy = "Ids count from zero, below num_examples."
+        elif self.num_omitted:
+            remedy = 'tail="drop" cuts the tail; tail="mask" keeps every id once.'
+        else:
+            remedy = 'tail="repeat" repeats ids; tail="mask" keeps every id once.'
+        raise CoverageError(f"{where}{', '.join(parts)}. {remedy}")
+
+
+def audit_of(
+    tally: Tally,
+    *,
+    slots: int,
+    per_rank: tuple[int, ...],
+    epoch: int | None,
+    limit: int,
+    weight_range: tuple[float, float] | None = None,
+    strays: Sequence[Integer[np.ndarray, " slots"]] = (),
+) -> EpochAudit:
+    """What a tally has met, and ids that it could not meet; each meeting weighs 1 by default."""
+    repeated, counts = tally.repeated()
+    # as Python's integers: numpy makes floats of int64 beside uint64
+    beyond = {stray for block in strays for stray in np.unique(block)[:limit].tolist()}
+    return EpochAudit(
+        num_examples=tally.num_examples,
+        slots=slots,
+        accepted=sum(per_rank),
+        unique=tally.unique,
+        duplicated=dict(zip(repeated[:limit].tolist(), counts[:limit].tolist(), strict=True)),
+        omitted=tuple(tally.unmet(limit).tolist()),
+        out_of_range=tuple(sorted(beyond)[:limit]),
+        num_duplicated=len(repeated),
+        num_omitted=tally.num_examples - tally.unique,
+        num_out_of_range=sum(map(len, strays)),
+        per_rank=per_rank,
+        weight_range=_meetings_range(tally) if weight_range is None else weight_range,
+        epoch=epoch,
+    )
+
+
+def _meetings_range(tally: Tally) -> tuple[int, int]:
+    """How often the ids were met that were met the least and the most."""
+    if not tally.meetings:
+        return 0, 0
+    repeated, counts = tally.repeated()
+    omitted, once = tally.unique < tally.num_examples, len(repeated) < tally.unique
+    return 0 if omitted else 1 if once else int(counts.min()), int(counts.max(initial=1))
+
+
+def _in_brackets(ids: Sequence[int], count: int | None = None) -> str:
+    return f" ({listed(ids, count)})" if ids else ""
+
+
+_BLOCK = 1 << 16  # slots looked at at once
+
+
+def audit_ids(
+    ids: Any,
+    num_examples: int,
+    *,
+    weights: Any = None,
+    epoch: int | None = None,
+    limit: int = LISTED,
+) -> EpochAudit:
+    """What some slots covered, counted by id.
+
+    A slot is accepted where its weight is above 0. One pass, about one byte per example; a second
+    pass where weights differ and ids come several times.
+
+    Args:
+        ids: integer ids: one array; an array ``[ranks, slots]``; or a sequence of arrays, one for
+            each rank, of any lengths.
+        num_examples: how many ids there are.
+        weights: weights of the same form and shape, at least 0; all 1 by default.
+        epoch: the epoch to name in errors.
+        limit: how many ids of a kind to list; the rest are counted.
+
+    Returns:
+        An `EpochAudit`.
+
+    Raises:
+        TypeError: ids are no integers.
+        ValueError: weights are negative, NaN, infinite, or of another shape.
+
+    Example:
+        >>> audit = audit_ids([[0, 2, 4], [1, 3, 0]], 6)
+        >>> audit.slots, audit.unique, audit.duplicated, audit.omitted
+        (6, 5, {0: 2}, (5,))
+        >>> audit_ids([[0, 2, 4], [1, 3, 0]], 5, weights=[[1, 1, 1], [1, 1, 0]]).exactly_once
+        True
+    """
+    n = check_length("audit_ids: num_examples", num_examples)
+    limit = check_limit("audit_ids: limit", limit)
+    rank_weights = None if weights is None else _by_rank("weights", weights)
+    ranks = checked("audit_ids", _by_rank("ids", ids), rank_weights)
+    tally, strays, per_rank = Tally(n), [], []
+    for rank in ranks:
+        accepted = 0
+        for block, _ in _accepted_blocks(*rank):
+            accepted += len(block)
+            if block.size and (block.min() < 0 or block.max() >= n):
+                inside = (block >= 0) & (block < n)
+                strays.append(block[~inside])
+                block = block[inside]
+            tally.add(block)
+        per_rank.append(accepted)
+    return audit_of(
+        tally,
+        slots=sum(len(rank_ids) for rank_ids, _ in ranks),
+        strays=strays,
+        per_rank=tuple(per_rank),
+        weight_range=_weight_range(ranks, tally),
+        epoch=epoch,
+        limit=limit,
+    )
+
+
+def _by_rank(name: str, values: Any) -> list[np.ndarray]:
+    """One array for each rank."""
+    if isinstance(values, Sequence) and not all(isinstance(value, int) for value in values):
+        arrays = [np.asarray(value) for value in values]
+        if all(array.ndim for array in arrays):
+            return arrays
+    array = np.asarray(values)
+    if array.ndim > 2:
+        raise ValueError(
+            f"audit_ids: {name} must be [slots] or [ranks, slots], got shape {array.shape}."
+            " Reshape them so that each rank has one row."
+        )
+    return list(array) if array.ndim == 2 else [array]
+
+
+def _accepted_blocks(ids: np.ndarray, weights: np.ndarray | None) -> Iterator[Rank]:
+    """The ids and weights of accepted slots, block by block."""
+    for start in range(0, len(ids), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        if weights is None:
+            yield ids[block], None
+            continue
+        accepted = weights[block] > 0
+        if accepted.all():
+            yield ids[block], weights[block]
+        else:
+            yield ids[block][accepted], weights[block][accepted]
+
+
+def _weight_range(ranks: Sequence[Rank], tally: Tally) -> tuple[float, float] | None:
+    """The smallest and the largest accepted weight that an id received over all its slots.
+
+    None where weights only say whether a slot counts.
+    """
+    if not tally.meetings or all(weights is None or _plain(weights) for _, weights in ranks):
+        return None
+    repeated, _ = tally.repeated()
+    sums = np.zeros(len(repeated))
+    lightest, heaviest = np.inf, 0.0
+    for rank in ranks:
+        for ids, weights in _accepted_blocks(*rank):
+            assert weights is not None  # one rank's weights are there where another's are
+            several = np.zeros(len(ids), bool)
+            if repeated.size:
+                index = np.searchsorted(repeated, ids).clip(max=len(repeated) - 1)
+                several = repeated[index] == ids
+                np.add.at(sums, index[several], weights[several])
+            inside = (ids >= 0) & (ids < tally.num_examples)
+            single = weights[inside & ~several].astype(np.float64)
+            lightest = min(lightest, single.min(initial=np.inf))
+            heaviest = max(heaviest, single.max(initial=0))
+    lightest, heaviest = min(lightest, sums.min(initial=np.inf)), max(heaviest, sums.max(initial=0))
+    return 0 if tally.unique < tally.num_examples else _number(lightest), _number(heaviest)
+
+
+def _plain(weights: np.ndarray) -> bool:
+    """Whether weights only say whether a slot counts."""
+    return weights.dtype.kind in "iub" and weights.max(initial=0) <= 1
+
+
+def _number(value: float) -> float:
+    """A Python number, whole where it is whole."""
+    return int(value) if float(value).is_integer() else float(value)

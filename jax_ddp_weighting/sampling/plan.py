@@ -1,0 +1,379 @@
+"""Who reads what: one epoch's grid of slots, the same on every rank, made a part at a time."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import numpy as np
+from jaxtyping import Int32, Int64, Integer
+
+from jax_ddp_weighting._arguments import (
+    check_epoch,
+    check_integer,
+    check_length,
+    check_limit,
+    check_num_replicas,
+    check_rank,
+    check_seed,
+    listed,
+)
+from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_ids
+from jax_ddp_weighting.sampling.order import GivenOrder, keyed_order, torch_order
+
+Tail = Literal["mask", "repeat", "drop"]
+Order = Literal["keyed", "torch"]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Some slots of an epoch: which example sits in each, and how much it counts.
+
+    Args:
+        ids: int64 example ids, any shape.
+        weights: int32 of the same shape: 1 where the slot counts, 0 where it is padding. Integers,
+            so that a sum of them counts exactly.
+
+    Example:
+        >>> slots = EpochPlan(5, num_replicas=2, batch_size=1, shuffle=False).slots(0, rank=1)
+        >>> slots.ids.tolist(), slots.weights.tolist()
+        ([1, 3, 0], [1, 1, 0])
+    """
+
+    ids: Int64[np.ndarray, "*shape"]
+    weights: Int32[np.ndarray, "*shape"]
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """Who reads what, when, in every epoch: frozen, and the same on every rank.
+
+    Rank ``r`` reads ``order[r::num_replicas]`` in batches of `batch_size`, torch's interleaving:
+    row ``j`` of step ``t`` on rank ``r`` is place ``(t * batch_size + j) * num_replicas + r`` of
+    the order, so that one step over all ranks is a contiguous run of it. Past the data, ids repeat
+    from the order's start; `tail` decides what they weigh.
+
+    | `tail`   | slots beyond the data               | an epoch is                              |
+    |----------|-------------------------------------|------------------------------------------|
+    | "mask"   | repeated ids at weight 0            | every id exactly once                    |
+    | "repeat" | repeated ids at weight 1, as torch  | every id at least once                   |
+    | "drop"   | cut, to whole steps of all ranks    | no copies, less than a step left out     |
+
+    Args:
+        num_examples: length of the dataset, at most ``2**62``.
+        num_replicas: number of data-parallel ranks.
+        batch_size: rows per rank and step.
+        shuffle: whether an epoch has an order of its own; otherwise ids are read as they come.
+        seed: chooses the orders; an integer in ``[-2**63, 2**64)``.
+        tail: "mask", "repeat" or "drop".
+        order: "keyed", at the cost of the rows asked for; or "torch", exactly torch's, for which
+            the epoch's whole order is made once and kept. `from_order` takes one of your own.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of range, or unknown.
+
+    Example:
+        >>> plan = EpochPlan(47, num_replicas=3, batch_size=8)
+        >>> plan.steps_per_epoch, plan.num_samples, plan.accepted(0), plan.accepted(1)
+        (2, 16, 24, 23)
+        >>> plan.batch(epoch=0, step=1).weights[2]
+        array([1, 1, 1, 1, 1, 1, 1, 0], dtype=int32)
+    """
+
+    num_examples: int
+    num_replicas: int
+    batch_size: int
+    _: KW_ONLY
+    shuffle: bool = True
+    seed: int = 0
+    tail: Tail = "mask"
+    order: Order | GivenOrder = "keyed"
+
+    def __post_init__(self) -> None:
+        checked = {
+            "num_examples": check_length("EpochPlan: num_examples", self.num_examples),
+            "num_replicas": check_num_replicas("EpochPlan: num_replicas", self.num_replicas),
+            "batch_size": check_integer(
+                "EpochPlan: batch_size",
+                self.batch_size,
+                1,
+                2**31,
+                "be an integer in [1, 2**31]",
+                "It is the number of rows per rank and step.",
+            ),
+            "seed": check_seed("EpochPlan: seed", self.seed),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if not isinstance(self.shuffle, bool):
+            raise TypeError(f"EpochPlan: shuffle must be True or False, got {self.shuffle!r}.")
+        if self.tail not in get_args(Tail):
+            raise ValueError(
+                f'EpochPlan: tail must be "mask", "repeat" or "drop", got {self.tail!r}.'
+                ' "mask" keeps every id once.'
+            )
+        if isinstance(self.order, GivenOrder):
+            self._check_given(self.order)
+        elif not isinstance(self.order, str) or self.order not in get_args(Order):
+            raise ValueError(
+                f'EpochPlan: order must be "keyed" or "torch", got {self.order!r}.'
+                " For an order of your own, see EpochPlan.from_order."
+            )
+        elif self.order == "torch" and self.shuffle and self.num_examples >= 2**31:
+            raise ValueError(
+                'EpochPlan: num_examples must be below 2**31 with order="torch", got'
+                f' {self.num_examples}. order="keyed" takes up to 2**62.'
+            )
+
+    def _check_given(self, order: GivenOrder) -> None:
+        if self.shuffle:
+            raise ValueError(
+                "EpochPlan: shuffle must be False with an order of your own, got True."
+                " It is kept as given."
+            )
+        beyond = order.ids[order.ids >= self.num_examples]
+        if beyond.size:
+            raise ValueError(
+                f"EpochPlan: ids of an order must be in [0, {self.num_examples}), got"
+                f" {listed(beyond)}. For a part of a larger dataset, give num_examples; what a"
+                " sharded sampler yields is sharded already."
+            )
+
+    @classmethod
+    def from_order(
+        cls,
+        ids: Integer[np.ndarray, "..."] | Sequence[int],
+        num_replicas: int,
+        batch_size: int,
+        *,
+        num_examples: int | None = None,
+        tail: Tail = "mask",
+        repeats: bool = False,
+    ) -> "EpochPlan":
+        """A plan over an order of your own, kept as given: weighted, grouped by length, a subset.
+
+        It is sharded, and its tail treated, by the rules of every other plan; every epoch reads it.
+
+        Args:
+            ids: integer ids of shape ``[entries]``, in reading order.
+            num_replicas: number of data-parallel ranks.
+            batch_size: rows per rank and step.
+            num_examples: length of the dataset that the ids point into; ``len(ids)`` by default.
+            tail: "mask", "repeat" or "drop", of the order's end.
+            repeats: allow an id to come several times, as where one draws with replacement.
+
+        Returns:
+            An `EpochPlan` whose order is `ids`.
+
+        Raises:
+            TypeError: ids are no integers, or another argument is of another type.
+            ValueError: ids are out of range, or come twice unasked.
+
+        Example:
+            >>> plan = EpochPlan.from_order([7, 3, 5], 2, 2, num_examples=10)
+            >>> plan.batch(epoch=0, step=0).ids.tolist()
+            [[7, 5], [3, 7]]
+            >>> plan.audit(0).omitted
+            (0, 1, 2, 4, 6, 8, 9)
+        """
+        order = GivenOrder(np.asarray(ids), repeats)
+        length = len(order.ids) if num_examples is None else num_examples
+        return cls(length, num_replicas, batch_size, shuffle=False, tail=tail, order=order)
+
+    @property
+    def epoch_length(self) -> int:
+        """Entries of an epoch's order: the number of examples, unless the order is your own."""
+        return len(self.order.ids) if isinstance(self.order, GivenOrder) else self.num_examples
+
+    @property
+    def num_samples(self) -> int:
+        """Slots per rank and epoch, before short last batches are filled."""
+        if self.tail == "drop":
+            return self.steps_per_epoch * self.batch_size
+        return -(-self.epoch_length // self.num_replicas)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of every rank in an epoch: the same number on all of them."""
+        rows = self.num_replicas * self.batch_size
+        if self.tail == "drop":
+            return self.epoch_length // rows
+        return -(-self.epoch_length // rows)
+
+    @property
+    def accepted_per_epoch(self) -> int:
+        """Slots of weight 1 in an epoch, over all ranks: the first places of the order."""
+        if self.tail == "mask":
+            return self.epoch_length
+        return self.num_samples * self.num_replicas
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the order and the tail, as plain JSON-able values: not who reads it."""
+        order = self.order
+        return {
+            "num_examples": self.num_examples,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "order": f"given {order.digest}" if isinstance(order, GivenOrder) else order,
+            "tail": self.tail,
+        }
+
+    def accepted(self, step: int) -> int:
+        """Slots of weight 1 in one step, over all ranks, in closed form.
+
+        Args:
+            step: a step in ``[0, steps_per_epoch)``.
+
+        Raises:
+            ValueError: the epoch has no such step.
+        """
+        rows = self.num_replicas * self.batch_size
+        before = self._step("EpochPlan.accepted: step", step) * rows
+        return max(0, min(self.accepted_per_epoch - before, rows))
+
+    def accepted_by(self, rank: int) -> int:
+        """Slots of weight 1 in an epoch of one rank, in closed form.
+
+        Args:
+            rank: a rank in ``[0, num_replicas)``.
+
+        Raises:
+            ValueError: the plan has no such rank.
+        """
+        rank = check_rank("EpochPlan.accepted_by: rank", rank, self.num_replicas)
+        return -((rank - self.accepted_per_epoch) // self.num_replicas)
+
+    def slots(self, epoch: int, rank: int, *, start: int = 0, stop: int | None = None) -> Slots:
+        """One rank's slots of an epoch, or a run of them, at the cost of that run.
+
+        Args:
+            epoch: the epoch, at least 0.
+            rank: a rank in ``[0, num_replicas)``.
+            start: first slot of this rank to return.
+            stop: the slot to stop before; `num_samples` by default.
+
+        Returns:
+            Slots of shape ``[stop - start]``, in reading order.
+
+        Raises:
+            ValueError: the plan has no such epoch, rank or slots.
+        """
+        epoch = check_epoch("EpochPlan.slots: epoch", epoch)
+        rank = check_rank("EpochPlan.slots: rank", rank, self.num_replicas)
+        last = self.num_samples
+        stop = last if stop is None else stop
+        stop = check_integer("EpochPlan.slots: stop", stop, 0, last, f"be in [0, {last}]")
+        start = check_integer("EpochPlan.slots: start", start, 0, stop, f"be in [0, {stop}]")
+        rows = self._rows(epoch, np.array([rank]), start, stop)
+        return Slots(rows.ids[0], rows.weights[0])
+
+    def batch(self, epoch: int, step: int, ranks: Sequence[int] | None = None) -> Slots:
+        """The slots of one step: always full, so that a compiled step sees one shape.
+
+        The rows that fill a short last batch weigh 0. In keyed order the cost is that of the rows
+        returned, whatever the epoch's length and the step.
+
+        Args:
+            epoch: the epoch, at least 0.
+            step: a step in ``[0, steps_per_epoch)``.
+            ranks: the ranks whose rows are wanted; all by default.
+
+        Returns:
+            Slots of shape ``[len(ranks), batch_size]``.
+
+        Raises:
+            ValueError: the plan has no such epoch, step or rank.
+        """
+        epoch = check_epoch("EpochPlan.batch: epoch", epoch)
+        start = self._step("EpochPlan.batch: step", step) * self.batch_size
+        if ranks is None:
+            wanted = np.arange(self.num_replicas)
+        elif isinstance(ranks, int):
+            raise TypeError(
+                f"EpochPlan.batch: ranks must be a sequence of ranks, got {ranks}."
+                f" Write [{ranks}] for one."
+            )
+        else:
+            some = [check_rank("EpochPlan.batch: ranks", r, self.num_replicas) for r in ranks]
+            wanted = np.array(some, np.int64)
+        return self._rows(epoch, wanted, start, start + self.batch_size)
+
+    def audit(self, epoch: int, *, limit: int = LISTED) -> EpochAudit:
+        """What the slots of an epoch cover, in closed form, without walking them.
+
+        Equal to `audit_ids` of the `slots` of all ranks. Where more ids are concerned than `limit`,
+        those that the order names first are listed.
+
+        Args:
+            epoch: the epoch, at least 0.
+            limit: how many ids of a kind to list; the rest are counted.
+
+        Returns:
+            An `EpochAudit`.
+
+        Raises:
+            ValueError: there is no such epoch.
+        """
+        epoch = check_epoch("EpochPlan.audit: epoch", epoch)
+        limit = check_limit("EpochPlan.audit: limit", limit)
+        length, accepted = self.epoch_length, self.accepted_per_epoch
+        each, more = divmod(accepted, self.num_replicas)
+        per_rank = (each + 1,) * more + (each,) * (self.num_replicas - more)
+        slots = self.num_samples * self.num_replicas
+        if isinstance(self.order, GivenOrder):
+            walked = audit_ids(
+                np.resize(self.order.ids, accepted), self.num_examples, epoch=epoch, limit=limit
+            )
+            return replace(walked, slots=slots, per_rank=per_rank)
+        times, further = divmod(accepted, length) if length else (0, 0)
+        several = (length if times > 1 else further) if times else 0
+        missing = length - min(accepted, length)
+        copied = np.arange(min(several, limit))
+        cut = np.arange(accepted, accepted + min(missing, limit))
+        counts = times + (copied < further)
+        duplicated = zip(self._ids(epoch, copied).tolist(), counts.tolist(), strict=True)
+        return EpochAudit(
+            num_examples=self.num_examples,
+            slots=slots,
+            accepted=accepted,
+            unique=length - missing,
+            duplicated=dict(sorted(duplicated)),
+            omitted=tuple(np.sort(self._ids(epoch, cut)).tolist()),
+            num_duplicated=several,
+            num_omitted=missing,
+            per_rank=per_rank,
+            weight_range=(times, times + (further > 0)),
+            epoch=epoch,
+        )
+
+    def _rows(self, epoch: int, ranks: Int64[np.ndarray, " ranks"], start: int, stop: int) -> Slots:
+        """Rows `start` to `stop` of some ranks, past the epoch's end too, as ``[ranks, rows]``."""
+        places = np.arange(start, stop) * self.num_replicas + ranks[:, None]
+        weights = (places < self.accepted_per_epoch).astype(np.int32)
+        beyond = places >= self.epoch_length
+        if beyond.any():
+            places[beyond] %= self.epoch_length
+        return Slots(self._ids(epoch, places), weights)
+
+    def _ids(self, epoch: int, places: Int64[np.ndarray, "*shape"]) -> Int64[np.ndarray, "*shape"]:
+        if isinstance(self.order, GivenOrder):
+            return self.order.ids[places]
+        if not self.shuffle:
+            return places
+        if self.order == "torch":
+            return _whole_torch_order(self.num_examples, self.seed + epoch)[places]
+        return keyed_order(places, self.num_examples, seed=self.seed, epoch=epoch)
+
+    def _step(self, argument: str, step: int) -> int:
+        steps = self.steps_per_epoch
+        remedy = f"An epoch of this plan has {steps} steps."
+        return check_integer(argument, step, 0, steps - 1, f"be in [0, {steps})", remedy)
+
+
+@lru_cache(maxsize=2)  # one for training, one for evaluation: an order is 8 bytes an example
+def _whole_torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_examples"]:
+    order = torch_order(num_examples, seed)
+    order.flags.writeable = False
+    return order

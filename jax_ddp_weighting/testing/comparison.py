@@ -1,0 +1,230 @@
+"""Trees of numbers compared leaf by leaf, and the report of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jax_ddp_weighting._errors import JdwError
+
+# The largest difference allowed, relative to the largest entry of the same leaf. Sums over other
+# splits round in another order: some tens of units in the last place. The mistakes this is to find
+# (a rank's vote in place of a row's, a factor of W) are thousands of times larger.
+RTOL = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+
+# A leaf whose gradient cancels to nothing is made of rounding alone: units in the last place, of
+# the largest gradient in the tree, below which differences do not count.
+_NOISE = 16
+
+
+class ParityError(JdwError, AssertionError):
+    """Parts of a batch do not give what the whole batch gives.
+
+    Attributes:
+        report: the `ParityReport` of every comparison made.
+    """
+
+    def __init__(self, message: str, report: "ParityReport") -> None:
+        super().__init__(message)
+        self.report = report
+
+
+@dataclass(frozen=True)
+class LeafDifference:
+    """How far one leaf is from what it is on one device that holds the whole batch.
+
+    Attributes:
+        split: rows per rank, or per part, such as `(3, 1)`.
+        engine: the regime, one of `mesh.ENGINES`; or `"sum of parts"`.
+        leaf: the leaf's path, such as `params['dense']['kernel']`; `loss` for the loss itself.
+        shape: the leaf's shape.
+        difference: the largest absolute difference over the largest absolute reference; of a leaf
+            that cancels to rounding, over the size at which it would be more than rounding.
+        ratio: value over reference where it is one number throughout the leaf, else None.
+        rtol: what was allowed.
+    """
+
+    split: tuple[int, ...]
+    engine: str
+    leaf: str
+    shape: tuple[int, ...]
+    difference: float
+    ratio: float | None
+    rtol: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether the difference is within the tolerance."""
+        return self.difference <= self.rtol
+
+    @property
+    def excess(self) -> float:
+        """The difference as a multiple of the tolerance; infinite where it is NaN."""
+        if np.isnan(self.difference):
+            return np.inf
+        if not self.rtol:
+            return np.inf if self.difference else 0.0
+        return self.difference / self.rtol
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Every comparison that was made, in order; printed, the worst one of each leaf.
+
+    Attributes:
+        differences: one entry per split, engine and leaf.
+    """
+
+    differences: tuple[LeafDifference, ...]
+
+    @property
+    def worst(self) -> LeafDifference:
+        """The largest difference, relative to its tolerance."""
+        return max(self.differences, key=lambda each: each.excess)
+
+    @property
+    def wrong(self) -> list[LeafDifference]:
+        """The differences beyond their tolerance, the largest first."""
+        return sorted(
+            (each for each in self.differences if not each.equal), key=lambda each: -each.excess
+        )
+
+    def by_leaf(self) -> list[LeafDifference]:
+        """The worst difference of each leaf, in the order of the tree."""
+        found: dict[str, LeafDifference] = {}
+        for each in self.differences:
+            if each.leaf not in found or each.excess > found[each.leaf].excess:
+                found[each.leaf] = each
+        return list(found.values())
+
+    def by_run(self) -> list[LeafDifference]:
+        """The worst difference of each split and engine, in the order they were run."""
+        found: dict[Any, LeafDifference] = {}
+        for each in self.differences:
+            run = each.split, each.engine
+            if run not in found or each.excess > found[run].excess:
+                found[run] = each
+        return list(found.values())
+
+    def __str__(self) -> str:
+        leaves = self.by_leaf()
+        width = max(len(each.leaf) for each in leaves)
+        lines = [f"{'leaf':{width}}  difference  allowed  ratio    where"]
+        for each in leaves:
+            ratio = "-" if each.ratio is None else f"{each.ratio:.4f}"
+            lines.append(
+                f"{each.leaf:{width}}  {each.difference:10.1e}  {each.rtol:7.0e}  {ratio:7}  "
+                f"{each.engine}, split {each.split}"
+            )
+        return "\n".join(lines)
+
+
+def described(wrong: list[LeafDifference]) -> str:
+    """At most ten differences, a line each."""
+    lines = []
+    for each in wrong[:10]:
+        ratio = "" if each.ratio is None else f"  ratio {each.ratio:.4f}"
+        lines.append(
+            f"  {each.engine:20} split {each.split}  {each.leaf}: {each.difference:.3e}{ratio}"
+        )
+    if len(wrong) > 10:
+        lines.append(f"  and {len(wrong) - 10} more")
+    return "\n".join(lines)
+
+
+def differences(
+    got: dict[str, PyTree],
+    right: dict[str, PyTree],
+    *,
+    split: tuple[int, ...],
+    engine: str,
+    rtol: float | None,
+    caller: str,
+    scaled_by: str,
+) -> list[LeafDifference]:
+    """The differences of every leaf of two dicts of trees.
+
+    Args:
+        got: what is on trial.
+        right: the reference.
+        split: rows per rank or part, for the report.
+        engine: the regime, for the report.
+        rtol: the tolerance; by dtype when None.
+        caller: who speaks in errors.
+        scaled_by: the entry of `right` whose largest number rounding is measured by.
+
+    Raises:
+        ValueError: the trees have different structures or shapes, or `right` is not finite.
+    """
+    largest = max((_size(leaf) for leaf in jax.tree.leaves(right[scaled_by])), default=0.0)
+    found = []
+    for entry, reference_tree in right.items():
+        structure = jax.tree.structure(reference_tree)
+        if jax.tree.structure(got[entry]) != structure:
+            raise ValueError(
+                f"{caller}: gradient must return trees of one structure however the rows are "
+                f"split, got {jax.tree.structure(got[entry])} for {structure} at {entry}. Return "
+                "the loss and the gradient of every parameter, as value_and_grad does."
+            )
+        paths = jax.tree_util.tree_leaves_with_path(reference_tree)
+        for (path, reference), value in zip(paths, jax.tree.leaves(got[entry]), strict=True):
+            name = entry + jax.tree_util.keystr(path)
+            dtype = jnp.asarray(reference).dtype
+            wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
+            a, b = (np.asarray(each).astype(wide) for each in (value, reference))
+            if a.shape != b.shape:
+                raise ValueError(
+                    f"{caller}: gradient must return leaves of one shape however the rows are "
+                    f"split, got {a.shape} for {b.shape} at {name}. One rank's gradient is meant."
+                )
+            if not np.isfinite(b).all():
+                raise ValueError(
+                    f"{caller}: loss_fn must be finite on one device that holds the whole batch, "
+                    f"got NaN or infinity at {name}. Mend the loss before its splits: give "
+                    "padding rows finite data."
+                )
+            allowed, noise = RTOL["float64"], 0.0
+            if jnp.issubdtype(dtype, jnp.inexact):
+                allowed = RTOL[jnp.finfo(dtype).dtype.name]
+                noise = _NOISE * float(jnp.finfo(dtype).eps) * largest
+            # of the dtype's own tolerance, so that what is reported does not depend on `rtol`
+            scale = max(_size(b), noise / allowed)
+            allowed = allowed if rtol is None else rtol
+            gap = float(np.max(np.abs(a - b), initial=0.0))
+            difference = gap / scale if scale else gap
+            ratio = _constant_ratio(a, b, allowed)
+            found.append(LeafDifference(split, engine, name, a.shape, difference, ratio, allowed))
+    return found
+
+
+def as_splits(splits: Sequence[Any]) -> list[tuple[int, ...]]:
+    """One split, or several, as tuples of rows per part."""
+    one = len(splits) and isinstance(splits[0], int | np.integer)
+    return [tuple(split) for split in ([splits] if one else splits)]
+
+
+def as_float64(tree: PyTree) -> PyTree:
+    """The tree on the host, its floating point leaves in float64."""
+
+    def cast(leaf: Any) -> Any:
+        leaf = np.asarray(leaf)
+        return leaf.astype(np.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def _constant_ratio(a: np.ndarray, b: np.ndarray, rtol: float) -> float | None:
+    scale = np.vdot(b, b).real
+    if not np.isfinite(a).all() or not scale:
+        return None
+    ratio = float(np.vdot(b, a).real / scale)
+    same = np.max(np.abs(a - ratio * b)) <= rtol * np.max(np.abs(a), initial=0.0)
+    return ratio if same else None
+
+
+def _size(leaf: Any) -> float:
+    return float(np.max(np.abs(np.asarray(leaf)).astype(np.float64), initial=0.0))

@@ -1,0 +1,313 @@
+"""The ways in which steps weigh their tokens, each as a function of the weights alone.
+
+Weights are laid out as `[ranks, microbatches, tokens]` throughout. What a token counted is the
+factor of its own gradient in the gradient that was applied; the same layout.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
+    """Weights on which the conventions differ, by what is particular about them.
+
+    All are dyadic fractions, exact in float32. The number of tokens is a prime that divides neither
+    ranks nor microbatches, so that counting slots looks like no other factor.
+    """
+    parts = ranks * microbatches
+    tokens = next(prime for prime in (7, 11, 13, 17, 19, 23, 29, 31, 37) if parts % prime)
+    part = np.arange(parts).reshape(ranks, microbatches, 1)
+    place = (np.arange(tokens) + part) % tokens
+    full = (place < 1 + (3 * part + 2) % tokens).astype(float)
+
+    rank, step = np.indices((ranks, microbatches))
+    scattered = full * ((rank + step) % 2 == 0)[..., None]
+    busy = (rank < max(ranks - 1, 1)) & (step < max(microbatches - 1, 1))
+    idle = full * busy[..., None]
+
+    heavy = full * np.array([0.5, 1.5, 3.0])[(place + part) % 3]
+    light = (place == 0) * (0.25 * (1 + part // 2 % 3))  # less than 1 in the whole microbatch
+    fractional = np.where(part % 2 == 1, light, heavy)
+    little = fractional / 2.0 ** np.ceil(np.log2(fractional.sum()) + 1)
+
+    found: dict[str, np.ndarray] = {"every microbatch holds some weight": full}
+    if ranks > 1 and microbatches > 1:
+        found["some microbatches are empty"] = scattered
+    if parts > 1:
+        found["a whole rank or microbatch is empty"] = idle
+    found["weights are fractions"] = fractional
+    found["the step holds less weight than 1"] = little
+    return found
+
+
+_TOKENS, _RANK, _STEP, _WHOLE = (2,), (1, 2), (0, 2), (0, 1, 2)
+
+CONVENTIONS = (
+    "global_mean",
+    "mean_of_means",
+    "mean_of_nonempty_means",
+    "rank_token_mean",
+    "step_token_mean",
+    "sum",
+    "divided_by_ranks",
+    "times_ranks",
+    "times_microbatches",
+    "divided_by_microbatches",
+    "padding_counted",
+    "clamped_weight",
+    "unknown",
+)
+"""Every name that a diagnosis can give."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way of turning weights into what each token counts.
+
+    Attributes:
+        convention: its name, one of `CONVENTIONS`; `unknown` where there is none, only words.
+        words: what it does, to complete "the step takes ...".
+        counted: the function itself.
+    """
+
+    convention: str
+    words: str
+    counted: Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Match:
+    """A scheme times a factor that has a reason: a product of powers of ranks and microbatches."""
+
+    convention: str
+    factor: float
+    scheme: Scheme
+    reason: str
+    plain: bool
+
+
+# --- the schemes ----------------------------------------------------------------------------------
+
+
+def _mean_of_parts(
+    within: tuple[int, ...], *, clamped: bool = False, nonempty: bool = False
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Each part divides by its own weight, and the parts are averaged."""
+
+    def counted(weights: np.ndarray) -> np.ndarray:
+        sums = weights.sum(axis=within, keepdims=True)
+        parts = np.count_nonzero(sums) if nonempty else sums.size
+        return weights / _divisors(sums, clamped) / max(parts, 1)
+
+    return counted
+
+
+def _nonempty_within(axis: int) -> Callable[[np.ndarray], np.ndarray]:
+    """The means of nonempty microbatches, averaged along one axis and then along the other."""
+
+    def counted(weights: np.ndarray) -> np.ndarray:
+        sums = weights.sum(axis=2, keepdims=True)
+        parts = np.count_nonzero(sums, axis=axis, keepdims=True)
+        return weights / _divisors(sums, False) / np.maximum(parts, 1) / parts.size
+
+    return counted
+
+
+def _over_clamped(within: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
+    """Summed weights, each of them raised to 1 at least before they were summed."""
+
+    def counted(weights: np.ndarray) -> np.ndarray:
+        return weights / np.maximum(weights.sum(axis=within), 1.0).sum()
+
+    return counted
+
+
+def _divisors(sums: np.ndarray, clamped: bool) -> np.ndarray:
+    return np.maximum(sums, 1.0) if clamped else np.where(sums > 0, sums, 1.0)
+
+
+def _right(weights: np.ndarray) -> np.ndarray:
+    return _mean_of_parts(_WHOLE)(weights)
+
+
+RIGHT = Scheme("global_mean", "the mean over all weight", _right)
+
+# In order of plainness: of those that agree with what was seen, the first is named.
+SCHEMES = (
+    RIGHT,
+    Scheme(
+        "mean_of_means",
+        "the mean of the means of all microbatches of all ranks",
+        _mean_of_parts(_TOKENS),
+    ),
+    Scheme(
+        "mean_of_nonempty_means",
+        "the mean of the means of those microbatches that hold any weight",
+        _mean_of_parts(_TOKENS, nonempty=True),
+    ),
+    Scheme("rank_token_mean", "the mean of the ranks' own means", _mean_of_parts(_RANK)),
+    Scheme(
+        "step_token_mean", "the mean of the microbatches' own global means", _mean_of_parts(_STEP)
+    ),
+    Scheme("sum", "the sum of the weighted losses, divided by no weight", lambda w: w),
+    Scheme(
+        "padding_counted",
+        "the weighted losses over the number of slots, padding included",
+        lambda w: w / w.size,
+    ),
+    Scheme(
+        "padding_counted",
+        "the mean over all slots, padding included, whatever they weigh",
+        lambda w: np.full_like(w, 1 / w.size),
+    ),
+    *(
+        Scheme(
+            "clamped_weight",
+            f"the mean over all weight, where {part} that holds less than 1 divides as 1",
+            _over_clamped(within),
+        )
+        for part, within in (
+            ("a microbatch", _TOKENS),
+            ("a rank", _RANK),
+            ("a microbatch over all ranks", _STEP),
+            ("a step", _WHOLE),
+        )
+    ),
+    *(
+        Scheme(convention, words, _mean_of_parts(within, clamped=True, nonempty=nonempty))
+        for convention, words, within, nonempty in (
+            (
+                "mean_of_means",
+                "the mean of all microbatches' means, each divided by 1 at least",
+                _TOKENS,
+                False,
+            ),
+            (
+                "mean_of_nonempty_means",
+                "the mean of nonempty microbatches' means, each divided by 1 at least",
+                _TOKENS,
+                True,
+            ),
+            (
+                "rank_token_mean",
+                "the mean of the ranks' means, each divided by 1 at least",
+                _RANK,
+                False,
+            ),
+            (
+                "step_token_mean",
+                "the mean of the microbatches' global means, each divided by 1 at least",
+                _STEP,
+                False,
+            ),
+        )
+    ),
+    Scheme(
+        "mean_of_nonempty_means",
+        "each rank's mean over its nonempty microbatches' means, and the mean of the ranks",
+        _nonempty_within(1),
+    ),
+    Scheme(
+        "mean_of_nonempty_means",
+        "each microbatch's mean over the nonempty ranks' means, and the mean of the microbatches",
+        _nonempty_within(0),
+    ),
+    Scheme(
+        "rank_token_mean",
+        "the mean of the own means of those ranks that hold any weight",
+        _mean_of_parts(_RANK, nonempty=True),
+    ),
+    Scheme(
+        "step_token_mean",
+        "the mean of the own global means of those microbatches that hold any weight",
+        _mean_of_parts(_STEP, nonempty=True),
+    ),
+    Scheme(
+        "unknown",
+        "every weight above 0 for 1",
+        lambda w: _right((w > 0).astype(float)),
+    ),
+    Scheme("unknown", "weights cut to whole numbers", lambda w: _right(np.floor(w))),
+    Scheme(
+        "unknown",
+        "the weighted losses over the number of tokens that weigh anything",
+        lambda w: w / max(np.count_nonzero(w), 1),
+    ),
+    Scheme("unknown", "the sum over all slots, whatever they weigh", np.ones_like),
+)
+
+# (power of ranks, power of microbatches) -> the name of that many times the global mean
+_GLOBAL = {
+    (0, 0): "global_mean",
+    (1, 0): "times_ranks",
+    (-1, 0): "divided_by_ranks",
+    (0, 1): "times_microbatches",
+    (0, -1): "divided_by_microbatches",
+}
+_POWERS = (*_GLOBAL, (1, 1), (-1, -1), (1, -1), (-1, 1))
+
+
+def candidates(ranks: int, microbatches: int) -> list[Match]:
+    """Every scheme times every factor that has a reason, the plainest first.
+
+    Schemes as they are, and the named multiples of the global mean, come before other factors.
+    """
+    found = []
+    for scheme in SCHEMES:
+        for powers in _POWERS:
+            factor = float(ranks ** powers[0] * microbatches ** powers[1])
+            name = _GLOBAL.get(powers, "unknown") if scheme is RIGHT else scheme.convention
+            plain = factor == 1 or (scheme is RIGHT and powers in _GLOBAL)
+            plain |= scheme.convention == "sum" and powers == (-1, 0)  # summed, then averaged
+            found.append(Match(name, factor, scheme, _reason(powers), plain))
+    return sorted(found, key=lambda each: not each.plain)
+
+
+def _reason(powers: tuple[int, int]) -> str:
+    parts = ("the number of ranks", "the number of microbatches")
+    times = [part for part, power in zip(parts, powers, strict=True) if power > 0]
+    over = [part for part, power in zip(parts, powers, strict=True) if power < 0]
+    words = " times ".join(times)
+    if over:
+        words = f"{words or '1'} over {' times '.join(over)}"
+    return words
+
+
+# --- comparing what was seen ----------------------------------------------------------------------
+
+Seen = tuple[np.ndarray, np.ndarray]
+"""Weights, and what each token counted under them."""
+
+
+def matches(seen: Sequence[Seen], *, rtol: float) -> list[Match]:
+    """The candidates that agree with everything seen, the plainest first."""
+    ranks, microbatches, _ = seen[0][0].shape
+    return [
+        each
+        for each in candidates(ranks, microbatches)
+        if all(
+            deviation(counted, each.factor * each.scheme.counted(weights)) <= rtol
+            for weights, counted in seen
+        )
+    ]
+
+
+def deviation(counted: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, relative to the largest expected count."""
+    gap, size = np.max(np.abs(counted - expected)), np.max(np.abs(expected))
+    return float(gap / size) if size else float(np.inf if gap else 0.0)
+
+
+def structural(ranks: int, microbatches: int, match: Match) -> list[str]:
+    """The other names that say the same as this match, whatever the weights are.
+
+    With one rank, for instance, nothing that depends on the number of ranks can show.
+    """
+    seen = [
+        (weights, match.factor * match.scheme.counted(weights))
+        for weights in probes(ranks, microbatches).values()
+    ]
+    names = [each.convention for each in matches(seen, rtol=1e-9)]
+    return [name for name in dict.fromkeys(names) if name not in (match.convention, "unknown")]

@@ -1,0 +1,298 @@
+"""What each token counted, given a name, a table and a remedy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jax_ddp_weighting._arguments import check_rtol
+from jax_ddp_weighting.testing.conventions import (
+    RIGHT,
+    Match,
+    Seen,
+    candidates,
+    deviation,
+    matches,
+    structural,
+)
+
+_ADVICE = {
+    "global_mean": "Nothing to mend: every token counts as its weight, once.",
+    "mean_of_means": "Add sums and weights over ranks and microbatches and divide once, last, as "
+    "value_and_grad does: a mean of means gives every microbatch one vote.",
+    "mean_of_nonempty_means": "Add sums and weights over ranks and microbatches and divide once, "
+    "last, as value_and_grad does: now every microbatch that is not empty has one vote.",
+    "rank_token_mean": "Divide by the weight summed over all ranks (psum), not by the rank's own: "
+    "now every rank has one vote.",
+    "step_token_mean": "Sum the weights of all microbatches before anything is divided: now every "
+    "microbatch has one vote.",
+    "sum": "Divide by the weight summed over all ranks and microbatches: now the gradient grows "
+    "with the batch.",
+    "divided_by_ranks": "Sum over the ranks what was divided by the global weight already, or "
+    "multiply it by their number before pmean.",
+    "times_ranks": "Sum over the ranks once: default shard_map sums the gradient of replicated "
+    "parameters by itself, so leave the factor W to rank_share, or use value_and_grad.",
+    "times_microbatches": "Leave out the factor of the number of microbatches: the weight of all "
+    "of them divides already.",
+    "divided_by_microbatches": "Add the microbatches' gradients instead of averaging them: the "
+    "weight of all of them divides already.",
+    "padding_counted": "Multiply the losses by the weights and divide by the sum of the weights, "
+    "not by the number of slots.",
+    "clamped_weight": "Divide by the weight as it is, and guard only against exactly 0: now less "
+    "weight than 1 divides as 1.",
+    "unknown": "Return weighted_sum(losses, weights) from the loss function and take the gradient "
+    "with value_and_grad; then look again.",
+}
+
+# They part from the names before them only where something is empty, or weighs less than 1.
+_FINER = {"mean_of_nonempty_means", "clamped_weight"}
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """How a step counted its tokens: by name, in numbers, and what mends it.
+
+    Attributes:
+        convention: one of `conventions.CONVENTIONS`.
+        factor: the gradient as a multiple. Of the global mean for `global_mean`, `times_ranks` and
+            their like; of what the convention says for the others: `mean_of_means` summed over `W`
+            ranks has factor `W`. None where no constant fits.
+        advice: what mends it, in one sentence.
+        words: what the step takes, in words.
+        alternatives: other names that say the same of all that was seen.
+        notes: what else was seen.
+        shown: what is particular about the weights in the table.
+        weights: `[ranks, microbatches, tokens]`, those weights.
+        counted: the same layout: what each token counted under them.
+
+    Example:
+        >>> found = diagnose_weights(np.full((1, 2, 3), 1 / 3), np.array([[[1, 1, 1], [1, 1, 0]]]))
+        >>> found.convention, found.factor, found.right
+        ('padding_counted', 2.0, False)
+        >>> found.advice
+        'Multiply the losses by the weights and divide by the sum of the weights, not by ...'
+    """
+
+    convention: str
+    factor: float | None
+    advice: str
+    words: str = ""
+    alternatives: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    shown: str = ""
+    weights: np.ndarray = field(default_factory=lambda: np.zeros((1, 1, 0)), repr=False)
+    counted: np.ndarray = field(default_factory=lambda: np.zeros((1, 1, 0)), repr=False)
+
+    @property
+    def right(self) -> bool:
+        """Whether every token counts as its weight, once."""
+        return self.convention == "global_mean"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, in types that JSON knows."""
+        plain = {name: getattr(self, name) for name in ("convention", "factor", "right", "advice")}
+        plain |= {"words": self.words, "shown": self.shown}
+        plain |= {"alternatives": list(self.alternatives), "notes": list(self.notes)}
+        arrays = {"weights": self.weights, "counted": self.counted}
+        return plain | {name: array.tolist() for name, array in arrays.items()}
+
+    def __str__(self) -> str:
+        factor = "" if self.factor is None else f", factor {self.factor:.4g}"
+        lines = [f"{self.convention}{factor}: the step takes {self.words}."]
+        if self.weights.any() and np.isfinite(self.counted).all():
+            lines.append(f"Each token counts this many times its right share, where {self.shown}:")
+            lines += _table(self.weights, self.counted)
+        lines.append(f"{'Right' if self.right else 'Fix'}: {self.advice}")
+        if self.alternatives:
+            lines.append(f"Cannot be told apart here from: {', '.join(self.alternatives)}.")
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+
+def named(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
+    """The diagnosis of everything seen, by what is particular about the weights it was seen under.
+
+    Args:
+        seen: for each kind of weights, the weights and what each token counted, both
+            `[ranks, microbatches, tokens]`.
+        rtol: the difference allowed, relative to the largest count.
+    """
+    finite = {label: pair for label, pair in seen.items() if np.isfinite(pair[1]).all()}
+    notes = tuple(
+        f"the gradient is not finite where {label}." for label in seen if label not in finite
+    )
+    if not finite:
+        return unknown("a gradient that is not finite", notes=notes)
+    shown = next(
+        (
+            label
+            for label, (weights, counted) in finite.items()
+            if deviation(counted, RIGHT.counted(weights)) > rtol
+        ),
+        next(iter(finite)),
+    )
+    table = {"shown": shown, "weights": finite[shown][0], "counted": finite[shown][1]}
+    if not any(counted.any() for _, counted in finite.values()):
+        return unknown("a gradient of 0: it ignores its batch", notes=notes, **table)
+    found = matches(list(finite.values()), rtol=rtol)
+    if not found:
+        return _described(finite, rtol, notes, table)
+    first = found[0]
+    names = dict.fromkeys(each.convention for each in found)
+    return Diagnosis(
+        first.convention,
+        first.factor,
+        _ADVICE[first.convention],
+        _words(first),
+        tuple(name for name in names if name not in (first.convention, "unknown")),
+        notes,
+        **table,
+    )
+
+
+def diagnose_weights(counted: Any, weights: Any, *, rtol: float = 1e-3) -> Diagnosis:
+    """The convention under which tokens of these weights counted so, in one batch.
+
+    The rule: as for `diagnose`, but with one batch to go by: where its weights are too even to tell
+    a right step from a wrong one, the answer is `unknown`, and says so.
+
+    Args:
+        counted: `[ranks, microbatches, tokens]`, what each token counted, such as
+            `effective_weights` finds.
+        weights: the same shape; each at least 0, and 0 in slots that hold no token.
+        rtol: the difference allowed, relative to the largest count.
+
+    Returns:
+        A `Diagnosis`.
+
+    Raises:
+        ValueError: the shapes differ, no weight is above 0, or `rtol` is not in `[0, 1)`.
+
+    Example:
+        >>> weights = np.array([[[1, 1, 1]], [[1, 0, 0]]])
+        >>> counted = np.array([[[1 / 6, 1 / 6, 1 / 6]], [[1 / 2, 0, 0]]])
+        >>> diagnose_weights(counted, weights).convention
+        'mean_of_means'
+    """
+    check_rtol("diagnose_weights: rtol", rtol)
+    counted, weights = np.asarray(counted, float), np.asarray(weights, float)
+    if weights.ndim != 3 or counted.shape != weights.shape:
+        raise ValueError(
+            "diagnose_weights: counted and weights must have one shape [ranks, microbatches, "
+            f"tokens], got {counted.shape} and {weights.shape}. Fill short microbatches up with "
+            "tokens of weight 0."
+        )
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
+        raise ValueError(
+            "diagnose_weights: weights must be finite, at least 0, and not all 0, got "
+            f"{weights.tolist()}. A batch without weight shows nothing."
+        )
+    found = named({"the batch is as given": (weights, counted)}, rtol=rtol)
+    if found.convention == "unknown":
+        return found
+    ranks, microbatches, _ = weights.shape
+    first, *others = matches([(weights, counted)], rtol=rtol)
+    same = {first.convention, "unknown", *structural(ranks, microbatches, first)} | _FINER
+    if all(each.convention in same or not each.plain for each in others):
+        return found
+    return replace(
+        found,
+        convention="unknown",
+        factor=None,
+        advice="Give ranks and microbatches unequal weights, and some padding, and look again.",
+        words="what this batch is too even to tell",
+        alternatives=(found.convention, *found.alternatives),
+    )
+
+
+def unknown(words: str, *, advice: str = _ADVICE["unknown"], **other: Any) -> Diagnosis:
+    """A diagnosis without a name, but with a reason."""
+    return Diagnosis("unknown", None, advice, words, **other)
+
+
+def _described(
+    finite: Mapping[str, Seen], rtol: float, notes: tuple[str, ...], table: dict[str, Any]
+) -> Diagnosis:
+    """What can be said of counts that no candidate explains."""
+    counts = [counted for _, counted in finite.values()]
+    if len(counts) > 1 and all(deviation(each, counts[0]) <= rtol for each in counts[1:]):
+        words = "the same gradient whatever the weights: it ignores its batch"
+        return unknown(words, notes=notes, **table)
+    factor = _constant_factor(finite, rtol)
+    if factor is not None:
+        found = unknown(
+            f"{factor:.4g} times the mean over all weight, a factor that neither the number of "
+            "ranks nor that of microbatches explains",
+            advice=f"Look for a constant of {factor:.4g} in the loss: tokens count in the right "
+            "proportion.",
+            notes=notes,
+            **table,
+        )
+        return replace(found, factor=factor)
+    each = {label: matches([pair], rtol=rtol) for label, pair in finite.items()}
+    if len(finite) > 1 and any(each.values()):
+        notes += tuple(
+            f"where {label}, it is {found[0].convention if found else 'none of the known'}."
+            for label, found in each.items()
+        )
+    off, nearest = _nearest(finite)
+    notes += (f"the nearest is {nearest.convention}, off by {off:.2g} of the largest count.",)
+    return unknown("none of the known conventions, or a mixture", notes=notes, **table)
+
+
+def _constant_factor(finite: Mapping[str, Seen], rtol: float) -> float | None:
+    weights, counted = next(iter(finite.values()))
+    factor = float(np.vdot(counted, weights) / np.vdot(weights, weights) * weights.sum())
+    if factor and all(
+        deviation(counted, factor * RIGHT.counted(weights)) <= rtol
+        for weights, counted in finite.values()
+    ):
+        return factor
+    return None
+
+
+def _nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
+    ranks, microbatches, _ = next(iter(finite.values()))[0].shape
+    scored = [
+        (
+            max(
+                deviation(counted, each.factor * each.scheme.counted(weights))
+                for weights, counted in finite.values()
+            ),
+            each,
+        )
+        for each in candidates(ranks, microbatches)
+        if each.convention != "unknown"
+    ]
+    return min(scored, key=lambda pair: pair[0])
+
+
+def _words(match: Match) -> str:
+    return f"{match.reason} times {match.scheme.words}" if match.factor != 1 else match.scheme.words
+
+
+def _table(weights: np.ndarray, counted: np.ndarray) -> list[str]:
+    ranks, microbatches, _ = weights.shape
+    rows, columns = min(ranks, 8), min(microbatches, 6)
+    right = RIGHT.counted(weights)
+    lines = [["", *(f"microbatch {k}" for k in range(columns))]]
+    for r in range(rows):
+        cells = [_cell(weights[r, k], counted[r, k], right[r, k]) for k in range(columns)]
+        lines.append([f"rank {r}", *cells])
+    if microbatches > columns:
+        lines[0].append(f"and {microbatches - columns} more")
+    width = max(len(cell) for line in lines for cell in line[1:]) + 2
+    shown = [f"{line[0]:8}" + "".join(f"{cell:>{width}}" for cell in line[1:]) for line in lines]
+    return shown + ([f"and {ranks - rows} more ranks"] if ranks > rows else [])
+
+
+def _cell(weights: np.ndarray, counted: np.ndarray, right: np.ndarray) -> str:
+    held = weights > 0
+    padding = bool(np.abs(counted[~held]).max(initial=0.0) > 1e-6 * np.abs(counted).max())
+    if not held.any():
+        return "padding counts" if padding else "empty"
+    ratios = counted[held] / right[held]
+    low, high = ratios.min(), ratios.max()
+    same = high - low <= 1e-4 * max(abs(low), abs(high))
+    shown = f"{low:.3f}" if same else f"{low:.3f} to {high:.3f}"
+    return f"{shown} (weight {weights.sum():.4g}{', padding' if padding else ''})"

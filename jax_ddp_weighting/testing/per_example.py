@@ -1,0 +1,187 @@
+"""How much each example really counted, solved from a gradient that any code has made."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, PyTree
+
+from jax_ddp_weighting._arguments import check_rtol, listed
+
+
+def effective_weights(
+    gradient: PyTree, per_example_gradients: PyTree, *, rtol: float = 1e-3
+) -> Float[np.ndarray, " examples"]:
+    """How much each example counted in a gradient: the factors that its own gradient had there.
+
+    The rule: least squares for `gradient = sum over i of weight_i * gradient_i`, in float64. They
+    are returned only if the gradients determine them; else the error says which examples cannot be
+    told apart, or that the gradient is no such sum.
+
+    Args:
+        gradient: what a step applied, a pytree of arrays; made by JAX, torch or anything else.
+            Arrays of numpy, JAX and torch (on the CPU) are taken as they are.
+        per_example_gradients: each example's own gradient at the same parameters: the same
+            structure, every leaf with one more leading axis, `[examples, ...]`. See
+            `per_example_gradients`.
+        rtol: the uncertainty allowed in a weight, relative to the largest; and the part of the
+            gradient, relative to its norm, that the examples may leave unexplained.
+
+    Returns:
+        float64 `[examples]`. The right ones are `weight / sum of all weights`, over all ranks and
+        microbatches.
+
+    Raises:
+        ValueError: the trees differ in structure or shape; something is not finite; the examples'
+            gradients do not determine the weights; they do not explain the gradient; or `rtol` is
+            not in `[0, 1)`.
+
+    Example:
+        >>> own = np.array([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]])  # two examples, three parameters
+        >>> mean_of_two = np.array([0.5, 1.5, 1.5])
+        >>> effective_weights(mean_of_two, own).tolist()
+        [0.5, 0.5]
+    """
+    check_rtol("effective_weights: rtol", rtol)
+    target, own, eps = _flat(gradient, per_example_gradients)
+    norms = np.sqrt(sum(np.einsum("ep,ep->e", leaf, leaf) for leaf in own))
+    _check_norms(norms)
+    gram = sum(leaf @ leaf.T for leaf in own) / np.outer(norms, norms)
+    values, vectors = np.linalg.eigh(gram)
+    # below this a direction is rounding: of the gradients, or of the Gram matrix itself
+    floor = max(len(norms) * np.finfo(float).eps, (4 * eps) ** 2) * values[-1]
+    determined = values > floor
+    _check_determined(vectors[:, ~determined])
+
+    def solve(leaves: list[np.ndarray]) -> np.ndarray:
+        right = sum(leaf @ each for leaf, each in zip(own, leaves, strict=True)) / norms
+        return vectors @ ((vectors.T @ right) / values) / norms
+
+    def residual(weights: np.ndarray) -> list[np.ndarray]:
+        return [each - weights @ leaf for leaf, each in zip(own, target, strict=True)]
+
+    weights = solve(target)
+    for _ in range(2):  # refined, since the Gram matrix squares the condition number
+        weights = weights + solve(residual(weights))
+    size = _norm(target)
+    left = _norm(residual(weights))
+    if left > rtol * size:
+        raise ValueError(
+            f"effective_weights: gradient must be a weighted sum of per_example_gradients, got one "
+            f"of which they leave {left / size:.1%} unexplained. Something else is in it: a "
+            "regulariser, momentum, clipping, batch statistics, or other examples or parameters "
+            "than these."
+        )
+    noise = max(left, 8 * eps * float(np.abs(weights) @ norms))
+    uncertainty = noise * np.sqrt((vectors**2 / values).sum(axis=1)) / norms
+    worst = int(np.argmax(uncertainty))
+    if uncertainty[worst] > rtol * np.max(np.abs(weights)):
+        alike = np.argsort(-np.abs(vectors[:, 0]))[:2]
+        raise ValueError(
+            f"effective_weights: per_example_gradients must determine the weights to rtol={rtol:g},"
+            f" got an uncertainty of {uncertainty[worst]:.1e} at example {worst}: the gradients of "
+            f"examples {listed(np.sort(alike))} are nearly alike. Take fewer or more different "
+            "examples, a larger model, or float64."
+        )
+    return weights
+
+
+def per_example_gradients(
+    loss_of_example: Callable[[Any, Any], Any], params: Any, examples: PyTree
+) -> PyTree:
+    """Each example's own gradient, by `vmap` of `grad`.
+
+    Args:
+        loss_of_example: `loss_of_example(params, example)` returns the scalar loss of one example,
+            whose arrays have no leading axis. For a linen model it calls `model.apply(params, ...)`
+            on a batch of one row.
+        params: the parameters, a pytree; or an nnx model, which the loss is then given whole, and
+            whose `nnx.Param`s are differentiated.
+        examples: a pytree of arrays `[examples, ...]`.
+
+    Returns:
+        The structure of `params` (for an nnx model, the `nnx.State` of its parameters, as
+        `nnx.grad` returns it), every leaf `[examples, ...]`.
+
+    Example:
+        >>> gradients = per_example_gradients(lambda w, x: w * x, 2.0, jnp.array([1.0, 3.0]))
+        >>> gradients.tolist()
+        [1.0, 3.0]
+    """
+    from flax import nnx  # here: the rest of this module needs no flax
+
+    if not isinstance(params, nnx.Module):
+        return jax.vmap(jax.grad(loss_of_example), in_axes=(None, 0))(params, examples)
+    graph, state, rest = nnx.split(params, nnx.Param, ...)
+
+    def loss_of_state(state: Any, example: Any) -> Any:
+        return loss_of_example(nnx.merge(graph, state, rest), example)
+
+    return jax.vmap(jax.grad(loss_of_state), in_axes=(None, 0))(state, examples)
+
+
+def _flat(gradient: PyTree, examples: PyTree) -> tuple[list[np.ndarray], list[np.ndarray], float]:
+    """Both trees as float64 leaves `[parameters]` and `[examples, parameters]`, and their eps."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(gradient)
+    own, own_structure = jax.tree_util.tree_flatten(examples)
+    if structure != own_structure:
+        raise ValueError(
+            "effective_weights: per_example_gradients must have the structure of gradient, got "
+            f"{own_structure} for {structure}. Stack the examples' gradients leaf by leaf: "
+            "jax.tree.map(lambda *leaves: np.stack(leaves), *gradients)."
+        )
+    if not leaves:
+        raise ValueError(
+            "effective_weights: gradient must have leaves, got an empty tree. "
+            "Give the gradient of every parameter."
+        )
+    count = np.shape(own[0])[:1]
+    targets, owns, eps = [], [], float(np.finfo(float).eps)
+    for (path, leaf), each in zip(leaves, own, strict=True):
+        a, b = np.asarray(leaf), np.asarray(each)
+        where = f"gradient{jax.tree_util.keystr(path)}"
+        if b.shape != (*count, *a.shape) or not count or not count[0]:
+            raise ValueError(
+                "effective_weights: per_example_gradients must have the shapes of gradient with "
+                f"one more leading axis, got {b.shape} for {a.shape} at {where}. The leading axis "
+                "is over examples, the same in every leaf."
+            )
+        for dtype in (a.dtype, b.dtype):
+            if jnp.issubdtype(dtype, jnp.inexact):
+                eps = max(eps, float(jnp.finfo(dtype).eps))
+        a, b = a.astype(float).reshape(-1), b.astype(float).reshape(b.shape[0], -1)
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            whose = "gradient" if not np.isfinite(a).all() else "per_example_gradients"
+            raise ValueError(
+                f"effective_weights: {whose} must be finite, got NaN or infinity at {where}. "
+                "Look for a mean over no examples, or a loss of NaN at weight 0."
+            )
+        targets.append(a)
+        owns.append(b)
+    return targets, owns, eps
+
+
+def _check_norms(norms: np.ndarray) -> None:
+    if not norms.all():
+        raise ValueError(
+            "effective_weights: per_example_gradients must differ from 0, got gradients of 0 for "
+            f"examples {listed(np.flatnonzero(norms == 0))}: what they counted cannot show. Leave "
+            "them out, or take other parameters."
+        )
+
+
+def _check_determined(free: np.ndarray) -> None:
+    """Refuses examples whose weights could be exchanged without a change in the gradient."""
+    if free.size:
+        alike = np.flatnonzero(np.abs(free).max(axis=1) > 1e-3)
+        raise ValueError(
+            "effective_weights: per_example_gradients must be linearly independent, got "
+            f"{len(free)} gradients of which those of examples {listed(alike)} are not: their "
+            "weights cannot be told apart. Leave copies out, or take a model with more parameters."
+        )
+
+
+def _norm(leaves: list[np.ndarray]) -> float:
+    return float(np.sqrt(sum(float(leaf @ leaf) for leaf in leaves)))

@@ -1,0 +1,204 @@
+"""The same training step for an `nnx.Module` and its `nnx.Optimizer`, both updated in place."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, PyTree
+
+from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.train.accumulation import applied_unless
+from jax_ddp_weighting.train.compilation import compiled_once
+from jax_ddp_weighting.train.step import (
+    StepOptions,
+    StepReport,
+    check_call,
+    check_optimizer_args,
+    check_takes,
+    counts_windows,
+    global_step,
+    window_weight,
+)
+from jax_ddp_weighting.weighting.loss_terms import LossFn
+
+NnxTrainStep = Callable[..., StepReport]
+
+
+def make_nnx_train_step(
+    loss_fn: LossFn,
+    mesh: Mesh,
+    *,
+    microbatches: int = 1,
+    engine: str = "shard_map",
+    coefficients: Mapping[str, Any] | None = None,
+    rng_per: str = "rank",
+    axis_name: AxisName = "data",
+) -> NnxTrainStep:
+    """A compiled step `(model, optimizer, batch, rng=None) -> report` that updates both in place.
+
+    The rule: as in `make_train_step`, the gradient of the global weighted mean is applied once per
+    step, and a step in which nothing has weight changes nothing. The gradient is taken with respect
+    to the optimizer's `wrt`. All other variables of the model, such as batch statistics, pass
+    through the microbatches in order and must come out the same on every rank.
+
+    Args:
+        loss_fn: `loss_fn(model, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
+            that `coefficients` combines; `loss_fn(model, batch, rng)` where the step is given an
+            rng. It may update the model's variables, and add or remove none.
+        mesh: a mesh with the data axis. Parameters may be sharded over other axes (and under
+            `"jit"` over this one): each stays where it lies.
+        microbatches: how many microbatches each rank splits its rows into.
+        engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
+        coefficients: one factor per term; 0 for one that is only to be reported.
+        rng_per: `"rank"` folds the rng, and the model's own random streams, with the rank; the
+            global view of `jit` has one for all rows. `"example"` gives `loss_fn` an array of keys
+            `[rows]`, each made of the rng and the row's id alone, and refuses a model that draws
+            from streams of its own.
+        axis_name: the data axis.
+
+    Returns:
+        A function that compiles once for a run, short last steps included, and as often as the
+        model's structure changes, as by `model.eval()`. It places the model and the optimizer on
+        the mesh if they are elsewhere. Arrays that they held before are donated: read them from the
+        model. Further keyword arguments go to the optimizer's `update`; an optimizer made by
+        `weighted_multi_steps` is given the step's weight by itself.
+
+    Raises:
+        ValueError: as `make_train_step`; or a variable was added or removed, or a random stream
+            drawn from where keys are per example.
+        TypeError: the step is given something else than a model, an `nnx.Optimizer`, a `Batch` and
+            a key.
+
+    Example:
+        >>> import optax
+        >>> from flax import nnx
+        >>> def loss_fn(model, batch):
+        ...     losses = (model(batch.data["x"])[:, 0] - batch.data["y"]) ** 2
+        ...     return weighted_sum(losses, batch.weights)
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
+        >>> step = make_nnx_train_step(loss_fn, data_mesh(1))
+        >>> rows = {"x": np.ones((4, 2), np.float32), "y": np.ones(4, np.float32)}
+        >>> batch = Batch.of(rows, weights=np.array([1, 1, 1, 0]))
+        >>> losses = [float(step(model, optimizer, batch).loss.value) for _ in range(20)]
+        >>> losses[-1] < 0.1 * losses[0], int(optimizer.step[...])
+        (True, 20)
+    """
+    options = StepOptions(
+        "make_nnx_train_step", mesh, microbatches, engine, coefficients, rng_per, axis_name
+    )
+
+    def step(
+        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]
+    ) -> tuple[Any, StepReport]:
+        model_def, params, keys, rest, optimizer = carried
+        windows = counts_windows(optimizer.opt_state)
+        loss = _of_model(loss_fn, model_def, optimizer.wrt, options)
+        state = {"streams": keys, "variables": rest}
+        report, gradients, state = global_step(loss, options)(params, state, batch, rng)
+        if windows:
+            extra = {"weight": window_weight(report, coefficients), **extra}
+
+        def applied(carried: Any) -> Any:
+            params, optimizer = carried
+            model = nnx.merge(model_def, params, keys, state["variables"], copy=True)
+            updated = jax.tree.map(lambda leaf: leaf, optimizer)
+            updated.update(model, gradients, **extra)
+            return nnx.state(model, optimizer.wrt), updated
+
+        trained = (params, optimizer)
+        trained = applied(trained) if windows else applied_unless(report.skipped, applied, trained)
+        params, optimizer = trained
+        return (model_def, params, keys, state["variables"], optimizer), report
+
+    def check(carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]) -> None:
+        *_, optimizer = carried
+        check_call(batch, rng, options)
+        check_optimizer_args(optimizer.tx, extra)
+
+    run = compiled_once(step, options.mesh, axis_name, check=check)
+
+    def train_step(
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        batch: Batch,
+        rng: Array | None = None,
+        **optimizer_args: Any,
+    ) -> StepReport:
+        _check_pair(model, optimizer)
+        model_def, *states = nnx.split(model, optimizer.wrt, nnx.RngKey, ...)
+        carried = (model_def, *states, optimizer)
+        (_, *states, updated), report = run(carried, batch, rng, optimizer_args)
+        nnx.update(model, *states)
+        # An optimizer shares nothing, so that it is a plain pytree, much faster than nnx.update.
+        for old, new in zip(_variables(optimizer), _variables(updated), strict=True):
+            old.set_value(new.get_value())
+        return report
+
+    return train_step
+
+
+def _of_model(
+    loss_fn: LossFn, model_def: Any, wrt: Any, options: StepOptions
+) -> Callable[..., Any]:
+    """The loss as a function of the model's parameters, with the rest of the model as its state."""
+    axis_name, per_example = options.mapped_axis, options.rng_per == "example"
+
+    def of_model(params: PyTree, batch: Batch, *rng: Array, state: PyTree) -> tuple[Any, PyTree]:
+        arguments = "model, batch, rng" if rng else "model, batch"
+        check_takes(options.caller, loss_fn, arguments, 2 + len(rng))
+        keys = state["streams"]
+        if axis_name is not None and not per_example:
+            rank = jax.lax.axis_index(axis_name)
+            keys = jax.tree.map(lambda key: _folded(key, rank), keys)
+        model = nnx.merge(model_def, params, keys, state["variables"], copy=True)
+        sums = loss_fn(model, batch, *rng)
+        new_def, _, _, variables = nnx.split(model, wrt, nnx.RngKey, ...)
+        if new_def != model_def:
+            raise ValueError(
+                f"{options.caller}: loss_fn must leave the model's structure as it is, got a model "
+                "with other variables or attributes than before. Return what you would keep in "
+                "them as a term, or take them out with nnx.pop."
+            )
+        if per_example:
+            _check_nothing_drawn(options.caller, state["variables"], variables)
+        return sums, {"streams": state["streams"], "variables": variables}
+
+    return of_model
+
+
+def _variables(tree: Any) -> list[nnx.Variable]:
+    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def _folded(key: Array, rank: Array) -> Array:
+    fold = jax.random.fold_in
+    for _ in range(key.ndim):  # a stream may have been split
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(key, rank)
+
+
+def _check_nothing_drawn(caller: str, before: PyTree, after: PyTree) -> None:
+    counts = [jax.tree.leaves(nnx.filter_state(each, nnx.RngCount)) for each in (before, after)]
+    if any(old is not new for old, new in zip(*counts, strict=True)):
+        raise ValueError(
+            f"{caller}: loss_fn must draw from its rng alone where rng_per='example', got a model "
+            "that drew from a stream of its own, which knows no examples. Pass keys to its layers, "
+            "or build it without rngs."
+        )
+
+
+def _check_pair(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"train step: model must be an nnx.Module, got {type(model).__name__}. For a flax "
+            "TrainState there is make_train_step."
+        )
+    if not isinstance(optimizer, nnx.Optimizer) or isinstance(optimizer, nnx.ModelAndOptimizer):
+        raise TypeError(
+            f"train step: optimizer must be an nnx.Optimizer, got {type(optimizer).__name__}. "
+            "nnx.Optimizer(model, tx, wrt=nnx.Param) makes one."
+        )

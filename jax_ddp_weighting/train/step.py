@@ -1,0 +1,273 @@
+"""What every training step is made of: one gradient over all ranks, applied or skipped."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, PyTree
+
+from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.distributed import mesh as meshes
+from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.train.accumulation import WeightedMultiStepsState
+from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
+from jax_ddp_weighting.weighting.loss_terms import counts, named_terms
+from jax_ddp_weighting.weighting.sums import WeightedSum, weighted_sum
+
+STEP_ENGINES = ("shard_map", "jit", "pmap")
+RNG_PER = ("rank", "example")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did, as device scalars: reading them waits for the step.
+
+    Attributes:
+        loss: the global loss and its terms.
+        weight: the accepted weight of the batch, summed over all ranks.
+        skipped: whether nothing was applied, because nothing in the step that pulls on the
+            parameters had any weight.
+    """
+
+    loss: GlobalLoss
+    weight: Array
+    skipped: Bool[Array, ""]
+
+    @property
+    def means(self) -> dict[str, Array]:
+        """Each term's mean over its own weight, before its coefficient."""
+        return {name: term.mean() for name, term in self.loss.terms.items()}
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step is run, checked; what the two makers of steps have in common.
+
+    Attributes:
+        caller: the maker, which speaks in errors.
+        mesh: the mesh, with the data axis.
+        microbatches: how many microbatches each rank splits its rows into.
+        engine: one of `STEP_ENGINES`.
+        coefficients: one factor per term, or None for a loss of one term.
+        rng_per: one of `RNG_PER`.
+        axis_name: the data axis.
+    """
+
+    caller: str
+    mesh: Mesh
+    microbatches: int
+    engine: str
+    coefficients: Mapping[str, Any] | None
+    rng_per: str
+    axis_name: AxisName
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("engine", STEP_ENGINES), ("rng_per", RNG_PER)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{self.caller}: {name} must be one of {', '.join(allowed)}, got "
+                    f"{getattr(self, name)!r}. {allowed[0]!r} is the default."
+                )
+        check_integer(
+            f"{self.caller}: microbatches",
+            self.microbatches,
+            1,
+            2**31 - 1,
+            "be an integer, at least 1",
+            "1 takes each rank's rows whole.",
+        )
+        if self.coefficients is not None and not any(map(counts, self.coefficients.values())):
+            raise ValueError(
+                f"{self.caller}: coefficients must have one that is not 0, got "
+                f"{dict(self.coefficients)}. A term of coefficient 0 is reported and pulls on "
+                "nothing."
+            )
+        if self.engine == "pmap":  # pmap's own arrays have axes of type Auto
+            object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
+        meshes.num_ranks(self.mesh, self.axis_name, caller=self.caller)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks on the data axis."""
+        return meshes.num_ranks(self.mesh, self.axis_name, caller=self.caller)
+
+    @property
+    def mapped_axis(self) -> AxisName | None:
+        """The axis that a loss function sees; none in the global view of `jit`."""
+        return None if self.engine == "jit" else self.axis_name
+
+
+def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[..., Any]:
+    """The gradient of a step over all ranks, and the state that its model keeps.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, [rng], state=state)` returns `(sums, state)`.
+        options: how it is run.
+
+    Returns:
+        A function `(params, state, batch, rng) -> (StepReport, gradients, state)` to be compiled;
+        in a step without weight the gradients are 0 and the state is the one that came in.
+    """
+    factors = options.coefficients or {"loss": 1.0}
+    gradient = value_and_grad(
+        _with_accepted(loss_fn, options.coefficients),
+        axis_name=options.mapped_axis,
+        microbatches=options.microbatches,
+        coefficients={**factors, _ACCEPTED: 0.0},
+        has_state=True,
+    )
+
+    def rank_gradient(replicated: tuple[PyTree, PyTree, Any], batch: Batch) -> Any:
+        params, state, rng = replicated
+        keys = None
+        if rng is not None and options.rng_per == "example":
+            keys, rng = _example_keys(rng, batch.ids), None
+        elif rng is not None and options.mapped_axis is not None:
+            rng = jax.random.fold_in(rng, jax.lax.axis_index(options.mapped_axis))
+        return gradient(params, replace(batch, data=(batch.data, keys)), rng, state=state)
+
+    def over_ranks(engine: str) -> Callable[..., Any]:
+        return meshes.over_ranks(
+            rank_gradient, options.mesh, axis_name=options.axis_name, engine=engine
+        )
+
+    def step(
+        params: PyTree, state: PyTree, batch: Batch, rng: Array | None
+    ) -> tuple[StepReport, PyTree, PyTree]:
+        inputs = ((params, state, rng), batch)
+        if options.engine == "pmap" and jax.tree.leaves(state):
+            # pmap would return one rank's state for all of them; the types of a checked shard_map
+            # tell whether it is the same on every rank.
+            jax.eval_shape(over_ranks("shard_map"), *inputs)
+        (loss, new_state), gradients = over_ranks(options.engine)(*inputs)
+        terms = dict(loss.terms)
+        weight = terms.pop(_ACCEPTED).weight
+        pulling = [term.weight > 0 for name, term in terms.items() if counts(factors[name])]
+        skipped = ~((weight != 0) & jnp.any(jnp.stack(pulling)))
+        state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new_state)
+        return StepReport(GlobalLoss(loss.value, terms), weight, skipped), gradients, state
+
+    return step
+
+
+_ACCEPTED = "\0accepted rows"  # a term of no value whose weight rides along with the others'
+
+
+def _with_accepted(
+    loss_fn: Callable[..., Any], coefficients: Mapping[str, Any] | None
+) -> Callable[..., Any]:
+    def with_accepted(
+        params: PyTree, batch: Batch, *rng: Array, state: PyTree
+    ) -> tuple[dict[str, WeightedSum], PyTree]:
+        data, keys = batch.data
+        batch = replace(batch, data=data)
+        rng = rng if keys is None else (keys,)
+        sums, state = loss_fn(params, batch, *rng, state=state)
+        weight = weighted_sum(jnp.zeros(batch.weights.shape), batch.weights).weight
+        accepted = WeightedSum(jnp.zeros(()), weight)  # zeros summed up would cost a step 1 %
+        return {**named_terms(sums, coefficients), _ACCEPTED: accepted}, state
+
+    return with_accepted
+
+
+def _example_keys(rng: Array, ids: Array) -> Array:
+    """One key per row, of the rng and the row's id alone, the high half of the id first."""
+    words = [jnp.zeros_like(ids), ids]
+    if ids.dtype.itemsize > 4:
+        words = [ids >> 32, ids & 0xFFFFFFFF]
+    fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    high = fold(rng, words[0].astype(jnp.uint32))
+    return jax.vmap(jax.random.fold_in)(high, words[1].astype(jnp.uint32))
+
+
+def counts_windows(opt_state: PyTree) -> bool:
+    """Whether the optimizer accumulates over calls, so that a call without weight has its place."""
+    return any(map(_is_window, jax.tree.leaves(opt_state, is_leaf=_is_window)))
+
+
+def _is_window(node: Any) -> bool:
+    return isinstance(node, WeightedMultiStepsState)
+
+
+def window_weight(report: StepReport, coefficients: Mapping[str, Any] | None) -> Array:
+    """What a step weighs in a window of `weighted_multi_steps`: the weight of its one term."""
+    factors = coefficients or {"loss": 1.0}
+    pulling = [name for name in report.loss.terms if counts(factors[name])]
+    if len(pulling) != 1:
+        raise ValueError(
+            "train step: loss_fn must return one term under weighted_multi_steps, got terms "
+            f"{pulling}. Each has a denominator of its own, which one weight cannot carry: split "
+            "the batch with microbatches= instead."
+        )
+    return report.loss.terms[pulling[0]].weight
+
+
+def check_optimizer_args(tx: Any, extra: Mapping[str, Any]) -> None:
+    """Raises `TypeError` if the optimizer would not be given what the step was given for it."""
+    if extra and not isinstance(tx, optax.GradientTransformationExtraArgs):
+        raise TypeError(
+            f"train step: optimizer must take extra arguments to be given {sorted(extra)}, got "
+            f"{type(tx).__name__}. weighted_multi_steps, for one, takes flush."
+        )
+
+
+def check_takes(caller: str, loss_fn: Callable[..., Any], names: str, count: int) -> None:
+    """Raises `TypeError` unless `loss_fn` can be called with so many arguments, named in order."""
+    signature = inspect.signature(loss_fn)
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        given = "an rng" if count == 3 else "no rng"
+        raise TypeError(
+            f"{caller}: loss_fn must take ({names}) when the step is given {given}, got "
+            f"{signature}. Give the step an rng if the loss function takes one, and only then."
+        ) from None
+
+
+def check_call(batch: Any, rng: Any, options: StepOptions) -> None:
+    """Raises `TypeError` or `ValueError` for what no step can be made of, before tracing."""
+    _check_batch(batch, options)
+    _check_rng(rng, options)
+
+
+def _check_batch(batch: Any, options: StepOptions) -> None:
+    if not isinstance(batch, Batch):
+        raise TypeError(
+            f"train step: batch must be a Batch, got {type(batch).__name__}. "
+            "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
+        )
+    rows, ranks = batch.weights.shape[0], options.ranks
+    if rows % ranks:
+        raise ValueError(
+            f"train step: batch must have rows that divide by {ranks} ranks, got {rows}. Fill up "
+            "with rows of weight 0, as batches(plan, ...) does."
+        )
+    if rows // ranks % options.microbatches:
+        raise ValueError(
+            f"train step: batch must have rows per rank that divide by {options.microbatches} "
+            f"microbatches, got {rows // ranks}. Fill up with rows of weight 0: give the plan a "
+            "batch_size that the microbatches divide."
+        )
+
+
+def _check_rng(rng: Any, options: StepOptions) -> None:
+    if rng is None:
+        if options.rng_per == "example":
+            raise ValueError(
+                "train step: rng must be given where rng_per='example', got None. Call "
+                "step(..., rng) with a fresh key for every step, such as fold_in(key, step)."
+            )
+        return
+    typed = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    if getattr(rng, "shape", None) != (() if typed else (2,)):
+        raise TypeError(
+            f"train step: rng must be one key, got {rng!r}. jax.random.key(seed) makes one, and "
+            "jax.random.fold_in(key, step) another for every step."
+        )

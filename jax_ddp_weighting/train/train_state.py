@@ -1,0 +1,194 @@
+"""One optimizer step over all ranks: the global gradient, applied once, or skipped when empty."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, PyTree
+
+from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.train.accumulation import applied_unless
+from jax_ddp_weighting.train.compilation import compiled_once
+from jax_ddp_weighting.train.step import (
+    StepOptions,
+    StepReport,
+    check_call,
+    check_optimizer_args,
+    check_takes,
+    counts_windows,
+    global_step,
+    window_weight,
+)
+from jax_ddp_weighting.weighting.loss_terms import LossFn
+
+TrainStep = Callable[..., tuple[Any, StepReport]]
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    mesh: Mesh,
+    *,
+    microbatches: int = 1,
+    engine: str = "shard_map",
+    coefficients: Mapping[str, Any] | None = None,
+    mutable: str | Sequence[str] = (),
+    rng_per: str = "rank",
+    axis_name: AxisName = "data",
+) -> TrainStep:
+    """A compiled step `(state, batch, rng=None) -> (state, report)` for a flax `TrainState`.
+
+    The rule: the gradient of the global weighted mean is applied once per step. A step in which
+    nothing has weight changes nothing: not the parameters, not the optimizer's state, not the count
+    that schedules read, no collection. (A zero gradient would not do: AdamW moves parameters on
+    one.)
+
+    What is to be reported beside the loss, such as an accuracy, is a term of coefficient 0: it is
+    counted over all ranks and microbatches like the loss, and pulls on nothing. Loss scaling and
+    leaving out steps of infinite gradients are optax's (`optax.apply_if_finite`).
+
+    Args:
+        loss_fn: `loss_fn(params, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
+            that `coefficients` combines; `loss_fn(params, batch, rng)` where the step is given an
+            rng.
+        mesh: a mesh with the data axis. Parameters may be sharded over other axes (and under
+            `"jit"` over this one): each stays where it lies.
+        microbatches: how many microbatches each rank splits its rows into.
+        engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
+        coefficients: one factor per term.
+        mutable: names of flax collections that the model updates, such as `"batch_stats"`, each a
+            field of the state. `loss_fn` is then given variables in place of parameters,
+            `{"params": ..., "batch_stats": ...}`, and returns `(sums, updates)`, the updates as
+            `model.apply(variables, ..., mutable=[...])` returns them. Microbatches update them in
+            order. They must come out the same on every rank, or the step raises.
+        rng_per: `"rank"` folds the rng with the rank and the microbatch; the global view of `jit`
+            has one rng for all rows. `"example"` gives `loss_fn` an array of keys `[rows]`, each
+            made of the rng and the row's id alone, so that dropout is the same for every number of
+            ranks, rows and microbatches.
+        axis_name: the data axis.
+
+    Returns:
+        A function that compiles once for a run, short last steps included. It places the state and
+        the batch on the mesh if they are elsewhere, and donates the state that it was given: use
+        the one that it returns. Further keyword arguments go to the optimizer's `update`; an
+        optimizer made by `weighted_multi_steps` is given the step's weight by itself, and a step
+        without weight still has its place in the window.
+
+    Raises:
+        ValueError: the mesh lacks the axis, an option is unknown, the batch's rows do not divide by
+            the ranks and microbatches, or a collection may differ from rank to rank.
+        TypeError: the step is given something else than a state, a `Batch` and a key. See
+            `value_and_grad` for what a loss function may do wrong.
+
+    Example:
+        >>> import optax
+        >>> from flax.training.train_state import TrainState
+        >>> def loss_fn(params, batch):
+        ...     return weighted_sum((params["w"] - batch.data) ** 2, batch.weights)
+        >>> step = make_train_step(loss_fn, data_mesh(1))
+        >>> state = TrainState.create(
+        ...     apply_fn=None, params={"w": jnp.float32(0)}, tx=optax.sgd(0.5)
+        ... )
+        >>> batch = Batch.of(np.array([1.0, 3.0, 9.0]), weights=np.array([1, 1, 0]))
+        >>> state, report = step(state, batch)
+        >>> float(state.params["w"]), float(report.loss.value), bool(report.skipped)
+        (2.0, 5.0, False)
+
+        Dropout that does not depend on how rows are split:
+
+        >>> def noisy_loss(params, batch, keys):
+        ...     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5))(keys)
+        ...     return weighted_sum(params["w"] * kept * batch.data, batch.weights)
+        >>> step = make_train_step(noisy_loss, data_mesh(1), rng_per="example")
+        >>> state, report = step(state, batch, jax.random.key(0))
+    """
+    options = StepOptions(
+        "make_train_step", mesh, microbatches, engine, coefficients, rng_per, axis_name
+    )
+    names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+    gradient = global_step(_with_collections(loss_fn, names), options)
+
+    def step(
+        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]
+    ) -> tuple[Any, StepReport]:
+        collections = {name: getattr(state, name) for name in names}
+        report, gradients, collections = gradient(state.params, collections, batch, rng)
+        windows = counts_windows(state.opt_state)
+        if windows:
+            extra = {"weight": window_weight(report, coefficients), **extra}
+
+        def applied(state: Any) -> Any:
+            return _applied(state, gradients, collections, extra)
+
+        state = applied(state) if windows else applied_unless(report.skipped, applied, state)
+        return state, report
+
+    def check(state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]) -> None:
+        _check_state(state, names)
+        check_call(batch, rng, options)
+        check_optimizer_args(state.tx, extra)
+
+    run = compiled_once(step, options.mesh, axis_name, check=check)
+
+    def train_step(
+        state: Any, batch: Batch, rng: Array | None = None, **optimizer_args: Any
+    ) -> tuple[Any, StepReport]:
+        return run(state, batch, rng, optimizer_args)
+
+    return train_step
+
+
+def _with_collections(loss_fn: LossFn, names: tuple[str, ...]) -> LossFn:
+    def with_collections(
+        params: PyTree, batch: Batch, *rng: Array, state: dict[str, PyTree]
+    ) -> tuple[Any, dict[str, PyTree]]:
+        first = "variables" if names else "params"
+        arguments = f"{first}, batch, rng" if rng else f"{first}, batch"
+        check_takes("make_train_step", loss_fn, arguments, 2 + len(rng))
+        if not names:
+            return loss_fn(params, batch, *rng), state
+        out = loss_fn({"params": params, **state}, batch, *rng)
+        if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)):
+            raise TypeError(
+                "make_train_step: loss_fn must return (sums, updates) where mutable is given, got "
+                f"{type(out).__name__}. The updates are the second value of "
+                f"model.apply(variables, ..., mutable={list(names)})."
+            )
+        sums, updates = out
+        if set(updates) != set(names):
+            raise ValueError(
+                f"make_train_step: loss_fn must return updates of {sorted(names)}, got "
+                f"{sorted(updates)}. Name in mutable what model.apply(..., mutable=...) names."
+            )
+        return sums, {name: updates[name] for name in names}
+
+    return with_collections
+
+
+def _applied(
+    state: Any, gradients: PyTree, collections: dict[str, PyTree], extra: dict[str, Any]
+) -> Any:
+    if not extra:
+        return state.apply_gradients(grads=gradients, **collections)
+    # TrainState knows no extra arguments, so they are bound to its optimizer for the one call.
+    tx = state.tx
+    bound = optax.GradientTransformation(tx.init, partial(tx.update, **extra))
+    state = state.replace(tx=bound).apply_gradients(grads=gradients, **collections)
+    return state.replace(tx=tx)
+
+
+def _check_state(state: Any, names: tuple[str, ...]) -> None:
+    if not (hasattr(state, "params") and hasattr(state, "apply_gradients")):
+        raise TypeError(
+            f"train step: state must be a flax TrainState, got {type(state).__name__}. "
+            "TrainState.create(apply_fn=..., params=..., tx=...) makes one; for an nnx.Module "
+            "there is make_nnx_train_step."
+        )
+    for name in names:
+        if not hasattr(state, name):
+            raise TypeError(
+                f"train step: state must have a field for each name in mutable, got none for "
+                f"{name!r}. Add it to a subclass, class State(TrainState): {name}: Any."
+            )

@@ -1,0 +1,13 @@
+"""Numerators, denominators, and the one gradient."""
+
+from jax_ddp_weighting.weighting.gradient import GlobalLoss, rank_share, value_and_grad
+from jax_ddp_weighting.weighting.sums import WeightedSum, valid_labels, weighted_sum
+
+__all__ = [
+    "GlobalLoss",
+    "WeightedSum",
+    "rank_share",
+    "valid_labels",
+    "value_and_grad",
+    "weighted_sum",
+]

@@ -1,0 +1,181 @@
+"""Numerators and denominators, kept apart until the one division.
+
+Whatever leaves an example out, or makes it count less, is a weight here: padding rows, ignored
+labels, class weights, token weights, fractional weights.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Scalar
+
+from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting.distributed.mesh import AxisName
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WeightedSum:
+    """A numerator and a denominator that are kept apart until the one division.
+
+    The rule: sums add, means do not. Add these over microbatches, sum them over ranks, and take the
+    mean last.
+
+    Attributes:
+        total: sum of weight times loss, a scalar of at least float32.
+        weight: sum of the weights, a scalar; an integer when the weights were integers.
+
+    Example:
+        >>> first, second = WeightedSum(1.0, 1), WeightedSum(9.0, 3)
+        >>> float((first + second).mean())  # the mean of the two means would be 2.0
+        2.5
+    """
+
+    total: Any
+    weight: Any
+
+    def __add__(self, other: "WeightedSum") -> "WeightedSum":
+        if not isinstance(other, WeightedSum):
+            return NotImplemented
+        return WeightedSum(self.total + other.total, self.weight + other.weight)
+
+    def __radd__(self, other: Any) -> "WeightedSum":
+        # sum() starts at the integer 0
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
+    def psum(self, axis_name: AxisName) -> "WeightedSum":
+        """The sum over all ranks of a mapped axis, the same on every rank."""
+        return WeightedSum(*lax.psum((self.total, self.weight), axis_name))
+
+    def mean(self) -> Scalar:
+        """`total / weight`; 0, with gradient 0, where the weight is 0. The weight gets none."""
+        return divided(self.total, self.weight)
+
+    def once(self, value: Any) -> "WeightedSum":
+        """A term that is counted once per step and divided by nothing, such as a regulariser.
+
+        The rule: it weighs 1 wherever this sum has any weight, so that its mean over ranks and
+        microbatches is `value` itself, and a step without accepted rows has no regulariser either.
+
+        Args:
+            value: a scalar that is the same on every rank, such as half the squared norm of the
+                parameters.
+
+        Returns:
+            A `WeightedSum` of integer weight 1 or 0.
+
+        Example:
+            >>> nll = WeightedSum(jnp.float32(6.0), jnp.int32(4))
+            >>> penalty = nll.once(0.25) + nll.once(0.25)  # two microbatches
+            >>> float(penalty.mean())
+            0.25
+        """
+        present = jnp.asarray(self.weight) > 0
+        return WeightedSum(jnp.where(present, value, 0.0), present.astype(jnp.int32))
+
+
+def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
+    """Sum of weight times loss, beside the sum of the weights.
+
+    The rule: every kind of exclusion is a weight. Ignored labels, padding rows, class weights,
+    token weights and fractional weights are all multiplied in here and never clamped to 1. For the
+    mean over sequences of each one's own mean, packed ones too, give every token the weight one
+    over the number of tokens of its sequence.
+
+    Args:
+        losses: any shape; one loss per row, token, or whatever is being weighed.
+        weights: the shape of `losses`, each at least 0; every loss weighs 1 when None. Integer
+            (or bool) weights are summed as integers, exactly, up to 2**31. No gradient flows into
+            them.
+
+    Returns:
+        A `WeightedSum` of scalars. The total is float32, or float64 for float64 losses; hits given
+        as bools with integer weights are counted in integers. A loss of weight 0 cannot poison it,
+        not even as NaN or infinity, and receives gradient 0. What made the NaN can still poison a
+        gradient further up, since 0 times an infinite derivative is NaN: feed padding rows finite
+        data, as `batches` does, or begin the loss function with
+        `x = jnp.where(weights[:, None] > 0, x, 0)`.
+
+    Raises:
+        ValueError: `weights` has another shape than `losses`.
+
+    Example:
+        >>> losses = jnp.array([2.0, 4.0, jnp.nan])
+        >>> float(weighted_sum(losses, jnp.array([0.25, 0.25, 0.0])).mean())
+        3.0
+    """
+    losses = jnp.asarray(losses)
+    if weights is None:
+        weights = jnp.ones(losses.shape, jnp.int32)
+    weights = lax.stop_gradient(jnp.asarray(weights))
+    if weights.shape != losses.shape:
+        raise ValueError(
+            f"weighted_sum: weights must have the shape of losses, got weights {weights.shape} and "
+            f"losses {losses.shape}. Reduce the losses to one per example, or spell the weights "
+            "out per token."
+        )
+    fractional = jnp.issubdtype(weights.dtype, jnp.inexact)
+    # float32 at least: bfloat16 stops counting at 256
+    weights = weights.astype(
+        jnp.promote_types(jnp.float32 if fractional else jnp.int32, weights.dtype)
+    )
+    if losses.dtype == jnp.bool_ and not fractional:
+        dtype = weights.dtype
+    else:
+        dtype = jnp.promote_types(jnp.float32, losses.dtype)
+        dtype = jnp.promote_types(dtype, weights.dtype) if fractional else dtype
+    kept = jnp.where(weights != 0, losses, jnp.zeros_like(losses)).astype(dtype)
+    return WeightedSum(jnp.sum(kept * weights.astype(dtype)), jnp.sum(weights))
+
+
+def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]:
+    """Labels that are safe to index with, and the weights that leave out the ignored ones.
+
+    The rule: the label is replaced before the loss sees it. An out-of-range label gives NaN in some
+    losses and a finite wrong value in others, and a weight of 0 mends only the second.
+
+    Args:
+        labels: integers of any shape.
+        ignore_index: the label that marks a position as not counting; -100 is torch's.
+
+    Returns:
+        `(labels, weights)`, both of the shape of `labels`: ignored labels replaced by 0, and int32
+        weights, 0 where the label was ignored and 1 elsewhere.
+
+    Raises:
+        TypeError: `labels` are not integers, or `ignore_index` is none.
+
+    Example:
+        >>> labels, weights = valid_labels(jnp.array([3, -100, 1]))
+        >>> labels.tolist(), weights.tolist()
+        ([3, 0, 1], [1, 0, 1])
+    """
+    labels = jnp.asarray(labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"valid_labels: labels must be integers, got {labels.dtype}. One-hot or soft labels "
+            "have no ignore_index: give their weights to weighted_sum directly."
+        )
+    check_integer("valid_labels: ignore_index", ignore_index, -(2**63), 2**63 - 1, "be an integer")
+    held = jnp.iinfo(labels.dtype)
+    if held.min <= ignore_index <= held.max:
+        valid = labels != ignore_index
+    else:  # no label can be it, and JAX would wrap it around to a class
+        valid = jnp.ones(labels.shape, bool)
+    return jnp.where(valid, labels, jnp.zeros_like(labels)), valid.astype(jnp.int32)
+
+
+def divided(total: Any, weight: Any) -> Array:
+    """`total / weight`, and 0 with gradient 0 where the weight is 0: the library's one division.
+
+    No gradient flows into the weight: what a row counts is decided, not learned.
+    """
+    total, weight = jnp.asarray(total), lax.stop_gradient(jnp.asarray(weight))
+    floating = jnp.issubdtype(total.dtype, jnp.inexact)
+    dtype = jnp.promote_types(jnp.float32, total.dtype) if floating else jnp.result_type(float)
+    empty = weight == 0
+    safe = jnp.where(empty, jnp.ones_like(weight), weight).astype(dtype)
+    return jnp.where(empty, jnp.zeros((), dtype), total.astype(dtype) / safe)
