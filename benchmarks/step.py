@@ -191,7 +191,7 @@ class Run:
     def __init__(self, step: Step, model: Model, mesh: Mesh, batches: list[Batch], tx: Any) -> None:
         state = TrainState.create(apply_fn=None, params=model.params, tx=tx)
         self.step, self.batches = step, batches
-        self.state = meshes.placed(state, meshes.replicated_sharding(mesh))
+        self.state = meshes.place(state, meshes.replicated_sharding(mesh))
 
     def __call__(self) -> None:
         for batch in self.batches:
@@ -266,14 +266,14 @@ def contests(
     """Who is timed against whom, on one batch."""
     tx, sharding = optax.adam(1e-4), meshes.row_sharding(mesh, "data")
     whole = model.data(mesh.size * rows)
-    batch = meshes.placed(whole, sharding)
+    batch = meshes.place(whole, sharding)
     mine = Contender("ours", ours, microbatches, [batch], tx)
     if microbatches == 1:
         plain = Contender("naive", naive, 1, [batch], tx)
         over_all = Contender("global", global_view, 1, [batch], tx)
         return [(mine, plain), (plain, replace(plain, name="itself")), (mine, over_all)]
     parts = [
-        meshes.placed(jax.tree.map(lambda x, k=k: x[k::microbatches], whole), sharding)
+        meshes.place(jax.tree.map(lambda x, k=k: x[k::microbatches], whole), sharding)
         for k in range(microbatches)
     ]
     scanned = Contender("scan", naive, microbatches, [batch], tx)

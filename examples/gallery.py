@@ -172,7 +172,7 @@ def scan_over_global_means(token_loss, params, tokens, weights):
 
 # --- the gallery ----------------------------------------------------------------------------------
 
-RECORDED = Path(__file__).parent.parent / "tests" / "data" / "torch_reference.json"
+RECORDED = Path(__file__).parent.parent / "tests" / "recorded" / "torch_reference.json"
 
 
 def of_torch(name):

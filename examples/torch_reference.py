@@ -9,8 +9,8 @@ c. torch's join, for ranks that run out of data at different times: the same.
 
     python examples/torch_reference.py [--record FILE]
 
-`--record` writes down what torch gave. The suite reads tests/data/torch_reference.json, so that it
-can compare without torch.
+`--record` writes down what torch gave. The suite reads tests/recorded/torch_reference.json, so that
+it can compare without torch.
 """
 
 import json

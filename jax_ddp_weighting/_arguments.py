@@ -41,7 +41,7 @@ def check_integer(
     return number
 
 
-def listed(ids: Sequence[object] | np.ndarray, count: int | None = None) -> str:
+def list_some(ids: Sequence[object] | np.ndarray, count: int | None = None) -> str:
     """At most ten ids for an error, and how many more there are of `count`."""
     count = len(ids) if count is None else count
     shown = ", ".join(str(i) for i in ids[:10])

@@ -22,6 +22,6 @@ def pytest_collection_modifyitems(items):
     All tests that start several processes share a worker: they compete for the cores as it is.
     """
     for item in items:
-        several = hasattr(item.module, "processes") or "multiprocess" in item.module.__name__
+        several = hasattr(item.module, "processes") or "processes" in item.module.__name__
         group = "processes" if several else item.module.__name__
         item.add_marker(pytest.mark.xdist_group(group))

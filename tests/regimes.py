@@ -86,8 +86,8 @@ def prepared(regime: str, ranks: int, make_fn):
         return run
 
     def placed(params, rows):
-        params = meshes.placed(params, meshes.replicated_sharding(mesh))
-        return run(params, meshes.placed(rows, meshes.row_sharding(mesh, axis_name)))
+        params = meshes.place(params, meshes.replicated_sharding(mesh))
+        return run(params, meshes.place(rows, meshes.row_sharding(mesh, axis_name)))
 
     return placed
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax_ddp_weighting import GlobalLoss
 
 ROOT = Path(__file__).parent.parent
-RECORD = json.loads((ROOT / "tests" / "data" / "torch_reference.json").read_text())["ranks"]
+RECORD = json.loads((ROOT / "tests" / "recorded" / "torch_reference.json").read_text())["ranks"]
 
 
 def example():

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from jax_ddp_weighting._arguments import listed
+from jax_ddp_weighting._arguments import list_some
 from jax_ddp_weighting.cli.epoch_audits import AuditedEpoch
 from jax_ddp_weighting.cli.plan_summary import ROWS_MADE, PlanSummary
 from jax_ddp_weighting.sampling.audit import CoverageError, EpochAudit
@@ -125,7 +125,7 @@ def print_plan(summary: PlanSummary) -> None:
         f"Ranks in epoch {summary.epoch}",
         ["rank", "accepted", "weight 0", "first ids"],
         [
-            [each.rank, each.accepted, each.padding, listed(each.first_ids or ["-"])]
+            [each.rank, each.accepted, each.padding, list_some(each.first_ids or ["-"])]
             for each in summary.ranks
         ],
     )

@@ -182,7 +182,7 @@ def report(
             "report: pictures need matplotlib, which is not installed."
             " Install the extra: pip install 'jax-ddp-weighting[cli,plot]'"
         ) from None
-    from jax_ddp_weighting.cli.report.findings import found
+    from jax_ddp_weighting.cli.report.findings import find
     from jax_ddp_weighting.cli.report.page import page
 
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -201,7 +201,7 @@ def report(
     )
     slots = epochs * (drawn_plan.num_samples + drawn_plan.steps_per_epoch * batch_size)
     with progress_bar("walking every slot", slots * num_replicas) as advance:
-        findings = found(
+        findings = find(
             drawn_plan,
             epochs,
             convention,
@@ -210,7 +210,7 @@ def report(
             advance=advance,
         )
     with waiting("drawing"):
-        pictures = {name: figures.as_png(each) for name, each in figures.drawn(findings).items()}
+        pictures = {name: figures.as_png(each) for name, each in figures.draw(findings).items()}
     command = shlex.join([NAME, *context.obj])
     # names of files are bytes, which need not be UTF-8; a page must be
     files = {path: page(findings, pictures, command).encode(errors="backslashreplace")}

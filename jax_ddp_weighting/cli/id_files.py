@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Integer, Num
 
-from jax_ddp_weighting._arguments import listed
+from jax_ddp_weighting._arguments import list_some
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npz")
@@ -240,14 +240,14 @@ def _in_column(
         ) from None
     if not isinstance(entry, dict):
         raise ValueError(
-            f"{where}: must be a JSON object, got {listed([entry])[:40]}. JSON lines hold one"
+            f"{where}: must be a JSON object, got {list_some([entry])[:40]}. JSON lines hold one"
             " object a line."
         )
     if column is None or column not in entry:
         asked = "got no column to read" if column is None else f"got no column {column!r}"
         raise ValueError(
             f"{where}: {what} must be in a named column, {asked}. This line has"
-            f" {listed([repr(key) for key in entry]) or 'none'}: name one by {_OPTIONS[what]}."
+            f" {list_some([repr(key) for key in entry]) or 'none'}: name one by {_OPTIONS[what]}."
         )
     values = entry[column] if isinstance(entry[column], list) else [entry[column]]
     wrong = [value for value in values if not belongs(value)]

@@ -93,7 +93,7 @@ class PlanSummary:
     cost: Cost | None
 
 
-def summarised(plan: EpochPlan, epoch: int) -> PlanSummary:
+def summarise(plan: EpochPlan, epoch: int) -> PlanSummary:
     """The plan in numbers: in closed form, but for one batch that is made and measured.
 
     Args:
@@ -153,7 +153,7 @@ def _cost(plan: EpochPlan, epoch: int) -> Cost:
     return Cost(plan.batch_size, seconds * 1000, size, 8 * plan.epoch_length)
 
 
-def described(plan: EpochPlan) -> dict[str, Any]:
+def describe_plan(plan: EpochPlan) -> dict[str, Any]:
     """A plan as plain JSON-able values."""
     return {
         **plan.fingerprint,

@@ -29,7 +29,7 @@ from jax_ddp_weighting.cli.options import (
     TailOption,
     given,
 )
-from jax_ddp_weighting.cli.plan_summary import as_json, described, summarised
+from jax_ddp_weighting.cli.plan_summary import as_json, describe_plan, summarise
 from jax_ddp_weighting.sampling.audit import EpochAudit, audit_ids
 from jax_ddp_weighting.sampling.plan import EpochPlan
 
@@ -61,9 +61,9 @@ def plan(
         tail=tail,
         order=order,
     )
-    summary = summarised(chosen, epoch)
+    summary = summarise(chosen, epoch)
     if json:
-        print_json({**asdict(summary), "plan": described(chosen)})
+        print_json({**asdict(summary), "plan": describe_plan(chosen)})
     else:
         print_plan(summary)
     return RIGHT
@@ -184,7 +184,7 @@ def _audit_plan(plan: EpochPlan, epochs: int, closed_form: bool, json: bool) -> 
             as_json(each.audit) | {"order": each.order, "new_order": each.new_order}
             for each in audited
         ]
-        print_json({"exactly_once": right, "plan": described(plan), "epochs": found})
+        print_json({"exactly_once": right, "plan": describe_plan(plan), "epochs": found})
     else:
         print_audits(audited)
     return RIGHT if right else WRONG

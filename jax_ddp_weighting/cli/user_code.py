@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from jax_ddp_weighting._arguments import listed
+from jax_ddp_weighting._arguments import list_some
 
 _PACKAGE = Path(__file__).parent.parent
 _OURS = re.compile(r"[\w. ]+: ")  # how every error of this library begins
@@ -60,7 +60,7 @@ def load(command: str, target: str) -> Callable[..., Any]:
         raise ValueError(
             f"{command}: {module_name} must hold a function {function_name!r}, got"
             f" {'none' if function is None else type(function).__name__}."
-            f" It holds {listed(names) or 'no functions'}."
+            f" It holds {list_some(names) or 'no functions'}."
         )
     return function
 

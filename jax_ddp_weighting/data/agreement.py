@@ -9,7 +9,7 @@ from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting._errors import JdwError
 from jax_ddp_weighting._version import __version__
 from jax_ddp_weighting.distributed import coordination
-from jax_ddp_weighting.distributed.coordination import differing, named
+from jax_ddp_weighting.distributed.coordination import find_differences, name_ranks
 from jax_ddp_weighting.sampling.plan import EpochPlan
 
 _log = logging.getLogger("jax_ddp_weighting.agreement")  # as documented
@@ -172,8 +172,8 @@ def check_agreement(record: EpochRecord, timeout_s: float = 60) -> None:
     if record.library_version != ours:
         raise DisagreementError(
             f"check_agreement: epoch {record.epoch}: the record must be made by this version, "
-            f"{ours}, got library_version {record.library_version!r} on {named([index])}. Install "
-            "one version everywhere."
+            f"{ours}, got library_version {record.library_version!r} on {name_ranks([index])}. "
+            "Install one version everywhere."
         )
 
 
@@ -184,14 +184,15 @@ def _findings(said: dict[int, str], *, among: tuple[int, ...], timeout_s: float)
     epochs = sorted({record["epoch"] for record in records.values()})
     for record in records.values():
         del record["rank"]
-    differences = differing(records)
+    differences = find_differences(records)
     if not (absent or differences):
         return ""
     parts = [f"check_agreement: epoch {', '.join(map(str, epochs))}:"]
     if absent:
         parts.append(
-            f"{named(absent)} absent, not there after {timeout_s:g} s; {named(said)} waited. Look "
-            "at the logs of the absent: they are gone, busy, or a call behind."
+            f"{name_ranks(absent)} absent, not there after {timeout_s:g} s; "
+            f"{name_ranks(said)} waited. Look at the logs of the absent: they are gone, busy, or a "
+            "call behind."
         )
     if differences:
         parts.append(

@@ -134,7 +134,7 @@ class Batch:
         return Batch(rows.data, rows.ids, of_real_rows(rows.weights), missing)
 
 
-def placed_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
+def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
     """A batch with its rows on the mesh, as `mesh.placed` places them, and its ids whole.
 
     Raises:
@@ -142,7 +142,7 @@ def placed_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch
     """
     if isinstance(batch.ids, np.ndarray):
         batch = replace(batch, ids=device_ids(batch.ids, caller=caller))
-    return meshes.placed(batch, sharding)
+    return meshes.place(batch, sharding)
 
 
 def _array(values: Any) -> Any:

@@ -16,15 +16,15 @@ from jax_ddp_weighting.data.stopping import (
     ENDED,
     FAILED,
     GOES_ON,
-    answered,
-    asked,
+    ask,
     raise_failure,
+    read_answer,
     state_of,
     whose,
 )
 from jax_ddp_weighting.data.streams import Stream
 from jax_ddp_weighting.distributed import coordination
-from jax_ddp_weighting.distributed.coordination import Meeting, differing, named
+from jax_ddp_weighting.distributed.coordination import Meeting, find_differences, name_ranks
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import RankPlacement
 
@@ -135,7 +135,7 @@ def _several(batches: Any, ranks: tuple[int, ...]) -> Sequence[Any] | None:
     if len(batches) != len(ranks):
         raise ValueError(
             "join_batches: batches must be one stream, or one for each rank of this process, got "
-            f"{len(batches)} streams for {named(ranks)}. An empty list is a rank without data."
+            f"{len(batches)} streams for {name_ranks(ranks)}. An empty list is a rank without data."
         )
     return batches
 
@@ -155,10 +155,10 @@ def _joined(
         rows = jax.tree.map(lambda *parts: np.concatenate(parts), *taken)
         batch = jax.tree.map(layout.globally, rows)
         # asked before the step that the caller runs on this batch, and read after
-        answer = asked(state_of(streams), layout)
+        answer = ask(state_of(streams), layout)
         yield batch
         step += 1
-        state = answered(answer, meeting, layout, step, timeout_s)
+        state = read_answer(answer, meeting, layout, step, timeout_s)
     if state == FAILED:
         raise_failure(streams, meeting, layout, step, timeout_s)
 
@@ -218,7 +218,7 @@ def _judged_opening(said: dict[int, str], *, layout: RankPlacement, timeout_s: f
             f"{timeout_s:g} s. Look at the logs of the absent: they are gone or slow; timeout_s "
             "gives more time."
         )
-    elif differences := [*differing(conventions, "process"), *differing(forms)]:
+    elif differences := [*find_differences(conventions, "process"), *find_differences(forms)]:
         trouble = (
             f"join_batches: all ranks must have one form of rows and one convention, got "
             f"{'; '.join(differences)}. Pad rows to one shape, and give them one dtype."

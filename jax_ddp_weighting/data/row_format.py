@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jax_ddp_weighting.distributed.coordination import Meeting, differing, named
+from jax_ddp_weighting.distributed.coordination import Meeting, find_differences, name_ranks
 
 Form = dict[str, str]
 """The structure of rows, and the dtype and the shape of one row of each leaf."""
@@ -105,11 +105,11 @@ class FormAgreement:
         elif absent:
             kind = "RuntimeError"
             text = (
-                f"{named(absent, 'process')} absent, without first rows after {self._timeout_s:g} "
-                "s. Look at the logs of the absent: they are gone or slow; timeout_s gives more "
+                f"{name_ranks(absent, 'process')} absent, without first rows after "
+                f"{self._timeout_s:g} s. Look at the logs of the absent: they are gone or slow; timeout_s gives more "
                 "time."
             )
-        elif differences := differing(forms, "process"):
+        elif differences := find_differences(forms, "process"):
             kind = "ValueError"
             text = (
                 f"rows must have one form on all processes, got {'; '.join(differences)}. Pad "

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from jax_ddp_weighting.data.streams import Stream
 from jax_ddp_weighting.distributed import mesh as meshes
-from jax_ddp_weighting.distributed.coordination import Meeting, named
+from jax_ddp_weighting.distributed.coordination import Meeting, name_ranks
 from jax_ddp_weighting.distributed.placement import RankPlacement
 
 ENDED, GOES_ON, FAILED = range(3)
@@ -31,7 +31,7 @@ def state_of(streams: list[Stream]) -> int:
     return GOES_ON if any(stream.upcoming is not None for stream in streams) else ENDED
 
 
-def asked(state: int, layout: RankPlacement) -> Any:
+def ask(state: int, layout: RankPlacement) -> Any:
     """The greatest state of all ranks; on its way from the devices if there are more processes."""
     if len(layout.processes) == 1:
         return state
@@ -44,7 +44,7 @@ def _greatest(everywhere: NamedSharding) -> Any:
     return jax.jit(jnp.max, out_shardings=everywhere)
 
 
-def answered(
+def read_answer(
     answer: Any, meeting: Meeting, layout: RankPlacement, step: int, timeout_s: float
 ) -> int:
     """The state that `asked` asked for.
@@ -98,7 +98,7 @@ def raise_failure(
         RuntimeError: always.
     """
     failures = {
-        named(stream.ranks): f"{type(stream.failure).__name__}: {stream.failure}"
+        name_ranks(stream.ranks): f"{type(stream.failure).__name__}: {stream.failure}"
         for stream in streams
         if stream.failure
     }
@@ -121,4 +121,4 @@ def raise_failure(
 def whose(processes: Sequence[int], layout: RankPlacement) -> str:
     """The ranks of processes, and the processes."""
     ranks = [rank for process in processes for rank in layout.held[process]]
-    return f"{named(ranks)} ({named(processes, 'process')})"
+    return f"{name_ranks(ranks)} ({name_ranks(processes, 'process')})"

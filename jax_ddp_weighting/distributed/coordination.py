@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # the client has no public name; Orbax takes it from here too
 
-from jax_ddp_weighting._arguments import listed
+from jax_ddp_weighting._arguments import list_some
 
 _ROOT = "jax_ddp_weighting"
 
@@ -154,15 +154,15 @@ def check_timeout(argument: str, timeout_s: Any) -> None:
         raise ValueError(f"{argument} must be above 0 and finite, got {timeout_s}. {remedy}")
 
 
-def named(indices: Any, noun: str = "rank") -> str:
+def name_ranks(indices: Any, noun: str = "rank") -> str:
     """`rank 1`, or `ranks 0, 2, 5`; at most ten, then a count."""
     indices = list(indices)
     if len(indices) == 1:
         return f"{noun} {indices[0]}"
-    return f"{noun}{'es' if noun.endswith('s') else 's'} {listed(indices)}"
+    return f"{noun}{'es' if noun.endswith('s') else 's'} {list_some(indices)}"
 
 
-def differing(said: dict[int, dict[str, Any]], noun: str = "rank") -> list[str]:
+def find_differences(said: dict[int, dict[str, Any]], noun: str = "rank") -> list[str]:
     """Each entry that is not the same in all: `seed is 7 on rank 1, 0 on ranks 0, 2`."""
     found = []
     for name in dict.fromkeys(name for each in said.values() for name in each):
@@ -173,7 +173,7 @@ def differing(said: dict[int, dict[str, Any]], noun: str = "rank") -> list[str]:
         if len(holders) > 1:
             # the smallest groups first: most likely they are the ones that are wrong
             groups = sorted(holders.items(), key=lambda group: len(group[1]))
-            shown = [f"{value} on {named(indices, noun)}" for value, indices in groups[:10]]
+            shown = [f"{value} on {name_ranks(indices, noun)}" for value, indices in groups[:10]]
             if len(groups) > 10:
                 shown.append(f"and {len(groups) - 10} more values")
             found.append(f"{name} is {', '.join(shown)}")

@@ -142,7 +142,7 @@ def replicated_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def placed(tree: T, sharding: NamedSharding) -> T:
+def place(tree: T, sharding: NamedSharding) -> T:
     """The tree on the mesh: leaves that lie on it stay as they are, others move to `sharding`.
 
     Placing once keeps a step at one compilation: JAX compiles anew when the placement of an input

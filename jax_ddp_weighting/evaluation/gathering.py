@@ -9,16 +9,16 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_length
 from jax_ddp_weighting.distributed import allgather
-from jax_ddp_weighting.evaluation.id_index import common_id_dtype, places_by_id
+from jax_ddp_weighting.evaluation.id_index import common_id_dtype, index_ids
 from jax_ddp_weighting.evaluation.local_rows import LocalRows
 from jax_ddp_weighting.evaluation.predictions import (
     Leaf,
     Predictions,
     Table,
-    agreed_leaves,
+    agree_leaves,
     columns_like,
     columns_of,
-    conflict,
+    conflict_error,
 )
 from jax_ddp_weighting.sampling.audit import CoverageError
 
@@ -116,7 +116,7 @@ def gather_by_id(
     table = None
     with allgather.together(CoverageError):
         if keeps:
-            places = places_by_id(gathered, num_examples, caller="gather_by_id")
+            places = index_ids(gathered, num_examples, caller="gather_by_id")
             del gathered
             table = Table(places, leaves)
 
@@ -153,7 +153,7 @@ def _leaves(everyone: Sequence[Mapping[str, Any]], pad: Any) -> list[Leaf]:
         for process, each in enumerate(everyone)
         if each["rows"]
     ]
-    return agreed_leaves(filled or [("", everyone[0]["leaves"])], pad, caller="gather_by_id")
+    return agree_leaves(filled or [("", everyone[0]["leaves"])], pad, caller="gather_by_id")
 
 
 def _refuse_conflicts(conflicts: Sequence[Any], local: LocalRows) -> None:
@@ -169,4 +169,4 @@ def _refuse_conflicts(conflicts: Sequence[Any], local: LocalRows) -> None:
         for process, claims in enumerate(everywhere)
         for row in claims
     ]
-    raise conflict("gather_by_id", shown[0], rows, number)
+    raise conflict_error("gather_by_id", shown[0], rows, number)

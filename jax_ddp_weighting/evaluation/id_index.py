@@ -45,7 +45,7 @@ def common_id_dtype(found: Sequence[Mapping[str, Any]], *, caller: str) -> np.dt
 
 
 @dataclass(frozen=True)
-class Places:
+class IdIndex:
     """For each of many rows, the place of its id among the different ids, ascending.
 
     The ids are int64 (uint64 where one needs it) or strings.
@@ -65,9 +65,9 @@ class Places:
         return dict(pairs), len(several)
 
 
-def places_by_id(
+def index_ids(
     ids: Shaped[np.ndarray, " rows"], num_examples: int | None, *, caller: str
-) -> Places:
+) -> IdIndex:
     """Where each row goes when rows are put in the order of their ids.
 
     Args:
@@ -88,14 +88,14 @@ def places_by_id(
             )
         return places
     if _is_permutation(ids, num_examples):
-        return Places(np.arange(num_examples), ids, None)  # an id is its own place
+        return IdIndex(np.arange(num_examples), ids, None)  # an id is its own place
     audit = audit_ids(ids, num_examples)
     if audit.num_omitted or audit.num_out_of_range:
         try:
             audit.check_exactly_once()
         except CoverageError as error:
             raise CoverageError(f"{caller}: {error}") from None
-    return Places(np.arange(num_examples), ids, np.bincount(ids, minlength=num_examples))
+    return IdIndex(np.arange(num_examples), ids, np.bincount(ids, minlength=num_examples))
 
 
 def _is_permutation(ids: Integer[np.ndarray, " rows"], num_examples: int) -> bool:
@@ -109,7 +109,7 @@ def _is_permutation(ids: Integer[np.ndarray, " rows"], num_examples: int) -> boo
     return bool(met.all())
 
 
-def _without_gaps(ids: Shaped[np.ndarray, " rows"]) -> Places | None:
+def _without_gaps(ids: Shaped[np.ndarray, " rows"]) -> IdIndex | None:
     """The places of integers that are one run without gaps or copies: nothing to sort."""
     if not len(ids) or ids.dtype.kind not in "iu":
         return None
@@ -121,11 +121,11 @@ def _without_gaps(ids: Shaped[np.ndarray, " rows"]) -> Places | None:
         ids += ids.dtype.type(low)
         return None
     if ids.dtype == np.uint64:
-        return Places(np.arange(low, high + 1, dtype=np.uint64), ids.astype(np.int64), None)
-    return Places(np.arange(low, high + 1), ids, None)
+        return IdIndex(np.arange(low, high + 1, dtype=np.uint64), ids.astype(np.int64), None)
+    return IdIndex(np.arange(low, high + 1), ids, None)
 
 
-def _ranked(ids: Shaped[np.ndarray, " rows"]) -> Places:
+def _ranked(ids: Shaped[np.ndarray, " rows"]) -> IdIndex:
     rows = len(ids)
     order, ascending = _sorted(ids.astype(np.int64) if ids.dtype == np.int32 else ids)
     first = np.ones(rows, bool)
@@ -138,9 +138,9 @@ def _ranked(ids: Shaped[np.ndarray, " rows"]) -> Places:
         place[order[block]] = ranks
         before = ranks[-1]
     if first.all():
-        return Places(ascending, place, None)
+        return IdIndex(ascending, place, None)
     starts = np.flatnonzero(first)
-    return Places(ascending[starts], place, np.diff(starts, append=rows))
+    return IdIndex(ascending[starts], place, np.diff(starts, append=rows))
 
 
 def _sorted(ids: Shaped[np.ndarray, " rows"]) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from jax_ddp_weighting.data.batch import Batch, placed_batch
+from jax_ddp_weighting.data.batch import Batch, place_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.sums import WeightedSum
@@ -117,7 +117,7 @@ def evaluate(
         raise ValueError(f'evaluate: empty must be "raise" or "nan", got {empty!r}.')
     ranks = meshes.num_ranks(mesh, axis_name, caller="evaluate")
     everywhere = meshes.replicated_sharding(mesh)
-    first = () if params is None else (meshes.placed(params, everywhere),)
+    first = () if params is None else (meshes.place(params, everywhere),)
     # jit keeps what it compiled by the function itself, so a second `evaluate` compiles nothing
     compiled = jax.jit(metric_fn, out_shardings=everywhere)
     count = jax.jit(_accepted_rows, out_shardings=everywhere)
@@ -132,7 +132,7 @@ def evaluate(
             )
         rows = rows or max(1, -(-batch.weights.shape[0] // ranks)) * ranks
         sharding = meshes.row_sharding(mesh, axis_name)
-        batch = placed_batch(_filled(batch, rows, ranks), sharding, caller="evaluate")
+        batch = place_batch(_filled(batch, rows, ranks), sharding, caller="evaluate")
         in_flight.append((compiled(*first, batch), count(batch.weights)))
         if len(in_flight) > _AHEAD:
             totals.add(*in_flight.popleft())

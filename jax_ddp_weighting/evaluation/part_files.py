@@ -19,15 +19,15 @@ from jaxtyping import PyTree
 from jax_ddp_weighting._arguments import check_epoch, check_length
 from jax_ddp_weighting._files import open_whole
 from jax_ddp_weighting.distributed.allgather import allgather_messages
-from jax_ddp_weighting.evaluation.id_index import common_id_dtype, places_by_id
+from jax_ddp_weighting.evaluation.id_index import common_id_dtype, index_ids
 from jax_ddp_weighting.evaluation.local_rows import LocalRows
 from jax_ddp_weighting.evaluation.predictions import (
     Allocate,
     Predictions,
     Table,
-    agreed_leaves,
+    agree_leaves,
     columns_of,
-    conflict,
+    conflict_error,
     dtype_name,
     dtype_of,
 )
@@ -68,7 +68,7 @@ def write_part(folder: _Folder, ids: Any, weights: Any, predictions: PyTree) -> 
     count = facts.pop("count")
     if not count:
         return None
-    leaves = agreed_leaves([("", described["leaves"])], None, caller="write_part")
+    leaves = agree_leaves([("", described["leaves"])], None, caller="write_part")
     dtype = common_id_dtype([facts], caller="write_part")
     held = np.concatenate([ids.astype(dtype) for ids in local.ids(count)])
     rows = [np.concatenate(leaf) for leaf in zip(*local.leaves(count), strict=True)]
@@ -104,7 +104,7 @@ def held_ids(folder: _Folder) -> np.ndarray:
         >>> held_ids("/not/there").tolist()
         []
     """
-    return places_by_id(_ids(folder, "held_ids"), None, caller="held_ids").ids
+    return index_ids(_ids(folder, "held_ids"), None, caller="held_ids").ids
 
 
 def due_step(folder: _Folder, plan: EpochPlan, epoch: int = 0) -> int:
@@ -191,8 +191,8 @@ def read_parts(
             f"{first} and {second}. Keep one folder per model."
         )
     (tree,) = map(json.loads, trees)
-    leaves = agreed_leaves(found, pad, caller="read_parts")
-    places = places_by_id(_ids(folder, "read_parts"), num_examples, caller="read_parts")
+    leaves = agree_leaves(found, pad, caller="read_parts")
+    places = index_ids(_ids(folder, "read_parts"), num_examples, caller="read_parts")
     table = Table(places, leaves, None if into is None else _in_files(Path(into)))
     place = 0
     for _, part, about in _parts(folder):
@@ -203,7 +203,9 @@ def read_parts(
         table.put(place, columns_of(rows, leaves))
         place += len(rows[0])
     if conflicts := table.conflicts():
-        raise conflict("read_parts", conflicts[0], _claims(folder, conflicts[0]), len(conflicts))
+        raise conflict_error(
+            "read_parts", conflicts[0], _claims(folder, conflicts[0]), len(conflicts)
+        )
     if into is not None:
         np.save(Path(into, "ids.npy"), places.ids)
     return table.result(lambda filled: _spelled_in(tree, filled))

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import listed
-from jax_ddp_weighting.evaluation.id_index import Places
+from jax_ddp_weighting._arguments import list_some
+from jax_ddp_weighting.evaluation.id_index import IdIndex
 from jax_ddp_weighting.sampling.audit import CoverageError
 
 
@@ -69,7 +69,7 @@ class Predictions:
         missing = np.unique(asked[~inside])
         if missing.size:
             raise CoverageError(
-                f"Predictions.take: ids must have predictions, got {listed(missing.tolist())} "
+                f"Predictions.take: ids must have predictions, got {list_some(missing.tolist())} "
                 f"without one. {len(self.ids)} ids have one."
             )
         return jax.tree.map(lambda leaf: leaf[places], self.predictions)
@@ -117,7 +117,7 @@ def columns_of(rows: Sequence[np.ndarray], leaves: Sequence[Leaf]) -> list[np.nd
     return [leaf.padded(each) for each, leaf in zip(rows, leaves, strict=True)] + widths
 
 
-def agreed_leaves(
+def agree_leaves(
     found: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], pad: Any, *, caller: str
 ) -> list[Leaf]:
     """What the leaves are, where several sources tell what theirs are.
@@ -221,7 +221,7 @@ class Table:
     """
 
     def __init__(
-        self, places: Places, leaves: Sequence[Leaf], allocate: Allocate | None = None
+        self, places: IdIndex, leaves: Sequence[Leaf], allocate: Allocate | None = None
     ) -> None:
         allocate = allocate or (lambda _, shape, dtype: np.empty(shape, dtype))
         self._places = places
@@ -280,7 +280,7 @@ class Table:
         )
 
 
-def conflict(caller: str, claimed: Any, rows: Sequence[str], number: int) -> ValueError:
+def conflict_error(caller: str, claimed: Any, rows: Sequence[str], number: int) -> ValueError:
     """The error that says where rows claim one id with different predictions.
 
     Args:
@@ -292,7 +292,7 @@ def conflict(caller: str, claimed: Any, rows: Sequence[str], number: int) -> Val
     more = f", and on {number - 1} more ids" if number > 1 else ""
     return ValueError(
         f"{caller}: predictions must agree where rows claim one id, got different ones for id "
-        f"{claimed!r}: {listed(rows)}{more}. Neither can be believed: padding rows and copies "
+        f"{claimed!r}: {list_some(rows)}{more}. Neither can be believed: padding rows and copies "
         'weigh 0, as tail="mask" has them.'
     )
 

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer
 
-from jax_ddp_weighting._arguments import check_length, check_limit, listed
+from jax_ddp_weighting._arguments import check_length, check_limit, list_some
 from jax_ddp_weighting._errors import JdwError
 from jax_ddp_weighting.sampling.tally import Tally
 
 Rank = tuple[np.ndarray, np.ndarray | None]  # one rank's ids, and its weights if there are any
 
 
-def checked(function: str, ids: list[np.ndarray], weights: list[np.ndarray] | None) -> list[Rank]:
+def check_entries(
+    function: str, ids: list[np.ndarray], weights: list[np.ndarray] | None
+) -> list[Rank]:
     """Every rank's ids and weights, flat, of one length, and such as they must be."""
     for rank_ids in ids:
         if rank_ids.size and rank_ids.dtype.kind not in "iu":
@@ -44,7 +46,7 @@ def checked(function: str, ids: list[np.ndarray], weights: list[np.ndarray] | No
 
 
 def _shape(shapes: list[tuple[int, ...]]) -> str:
-    return str(shapes[0]) if len(shapes) == 1 else f"by rank {listed(shapes)}"
+    return str(shapes[0]) if len(shapes) == 1 else f"by rank {list_some(shapes)}"
 
 
 LISTED = 10_000
@@ -173,7 +175,7 @@ def _meetings_range(tally: Tally) -> tuple[int, int]:
 
 
 def _in_brackets(ids: Sequence[int], count: int | None = None) -> str:
-    return f" ({listed(ids, count)})" if ids else ""
+    return f" ({list_some(ids, count)})" if ids else ""
 
 
 _BLOCK = 1 << 16  # slots looked at at once
@@ -217,7 +219,7 @@ def audit_ids(
     n = check_length("audit_ids: num_examples", num_examples)
     limit = check_limit("audit_ids: limit", limit)
     rank_weights = None if weights is None else _by_rank("weights", weights)
-    ranks = checked("audit_ids", _by_rank("ids", ids), rank_weights)
+    ranks = check_entries("audit_ids", _by_rank("ids", ids), rank_weights)
     tally, strays, per_rank = Tally(n), [], []
     for rank in ranks:
         accepted = 0

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from jax_ddp_weighting._arguments import check_epoch, check_length, check_limit, listed
+from jax_ddp_weighting._arguments import check_epoch, check_length, check_limit, list_some
 from jax_ddp_weighting._files import open_whole
-from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_of, checked
+from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_of, check_entries
 from jax_ddp_weighting.sampling.tally import Tally
 
 _LEDGER = b"jax_ddp_weighting ledger 1\n"
@@ -71,12 +71,12 @@ class Ledger:
                 finite. Nothing was entered then.
         """
         one_rank = None if weights is None else [_held(weights)]
-        ((flat, flat_weights),) = checked("Ledger.add", [_held(ids)], one_rank)
+        ((flat, flat_weights),) = check_entries("Ledger.add", [_held(ids)], one_rank)
         entered = flat if flat_weights is None else flat[flat_weights > 0]
         strays = entered[(entered < 0) | (entered >= self.num_examples)]
         if strays.size:
             raise ValueError(
-                f"Ledger.add: ids must be in [0, {self.num_examples}), got {listed(strays)}."
+                f"Ledger.add: ids must be in [0, {self.num_examples}), got {list_some(strays)}."
                 " The ledger is for another dataset, or the ids are positions."
             )
         self._tally.add(entered)

@@ -13,7 +13,7 @@ from jax_ddp_weighting._arguments import (
     check_integer,
     check_length,
     check_seed,
-    listed,
+    list_some,
 )
 
 _TORCH_MAX_EXAMPLES = 2**31 - 1  # LAPACK's pivots are int32
@@ -248,8 +248,8 @@ class GivenOrder:
             again = np.unique(ascending[1:][ascending[1:] == ascending[:-1]])
             if again.size:
                 raise ValueError(
-                    f"GivenOrder: ids must name every example once, got {listed(again)} more than"
-                    " once. Pass repeats=True for an order drawn with replacement."
+                    f"GivenOrder: ids must name every example once, got {list_some(again)} more"
+                    " than once. Pass repeats=True for an order drawn with replacement."
                 )
         ids.flags.writeable = False
         digest = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8).hexdigest()

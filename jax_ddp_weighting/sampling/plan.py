@@ -16,7 +16,7 @@ from jax_ddp_weighting._arguments import (
     check_num_replicas,
     check_rank,
     check_seed,
-    listed,
+    list_some,
 )
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_ids
 from jax_ddp_weighting.sampling.order import GivenOrder, keyed_order, torch_order
@@ -136,7 +136,7 @@ class EpochPlan:
         if beyond.size:
             raise ValueError(
                 f"EpochPlan: ids of an order must be in [0, {self.num_examples}), got"
-                f" {listed(beyond)}. For a part of a larger dataset, give num_examples; what a"
+                f" {list_some(beyond)}. For a part of a larger dataset, give num_examples; what a"
                 " sharded sampler yields is sharded already."
             )
 

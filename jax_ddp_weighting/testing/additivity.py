@@ -21,10 +21,10 @@ from jax_ddp_weighting.testing.comparison import (
     ParityReport,
     as_float64,
     as_splits,
-    described,
-    differences,
+    compare,
+    describe,
 )
-from jax_ddp_weighting.weighting.loss_terms import LossFn, named_terms
+from jax_ddp_weighting.weighting.loss_terms import LossFn, name_terms
 from jax_ddp_weighting.weighting.sums import WeightedSum
 
 _CAUSES = (
@@ -112,7 +112,7 @@ def check_additive(
         raise ParityError(
             f"check_additive: {len(wrong)} of {len(report.differences)} sums do not add up at "
             f"rtol={worst.rtol:g}; worst {worst.leaf} {worst.shape}, {worst.engine} {worst.split}: "
-            f"off by {worst.difference:.2g} of the whole. {_CAUSES}\n{described(wrong)}",
+            f"off by {worst.difference:.2g} of the whole. {_CAUSES}\n{describe(wrong)}",
             report,
         )
     return report
@@ -127,7 +127,7 @@ def _with_gradients(loss_fn: LossFn) -> Callable[[PyTree, Batch], Sums]:
         def totals(params: PyTree) -> Any:
             sums = loss_fn(params, batch)
             factors = dict.fromkeys(sums, 1.0) if isinstance(sums, Mapping) else None
-            terms = named_terms(sums, factors, caller="check_additive")
+            terms = name_terms(sums, factors, caller="check_additive")
             floating = {name: jnp.asarray(term.total, float) for name, term in terms.items()}
             return floating, terms
 
@@ -160,7 +160,7 @@ def _compared(
                 )
             ]
         for got, right in pairs:
-            compared = differences(
+            compared = compare(
                 got,
                 right,
                 split=split,

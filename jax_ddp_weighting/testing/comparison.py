@@ -123,7 +123,7 @@ class ParityReport:
         return "\n".join(lines)
 
 
-def described(wrong: list[LeafDifference]) -> str:
+def describe(wrong: list[LeafDifference]) -> str:
     """At most ten differences, a line each."""
     lines = []
     for each in wrong[:10]:
@@ -136,7 +136,7 @@ def described(wrong: list[LeafDifference]) -> str:
     return "\n".join(lines)
 
 
-def differences(
+def compare(
     got: dict[str, PyTree],
     right: dict[str, PyTree],
     *,

@@ -109,7 +109,7 @@ class Diagnosis:
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
 
-def named(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
+def diagnose_counts(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
     """The diagnosis of everything seen, by what is particular about the weights it was seen under.
 
     Args:
@@ -187,7 +187,7 @@ def diagnose_weights(counted: Any, weights: Any, *, rtol: float = 1e-3) -> Diagn
             "diagnose_weights: weights must be finite, at least 0, and not all 0, got "
             f"{weights.tolist()}. A batch without weight shows nothing."
         )
-    found = named({"the batch is as given": (weights, counted)}, rtol=rtol)
+    found = diagnose_counts({"the batch is as given": (weights, counted)}, rtol=rtol)
     if found.convention == "unknown":
         return found
     ranks, microbatches, _ = weights.shape

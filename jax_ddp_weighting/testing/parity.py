@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_microbatches, check_rtol
-from jax_ddp_weighting.data.batch import Batch, placed_batch
+from jax_ddp_weighting.data.batch import Batch, place_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.testing.comparison import (
     LeafDifference,
@@ -23,8 +23,8 @@ from jax_ddp_weighting.testing.comparison import (
     ParityReport,
     as_float64,
     as_splits,
-    described,
-    differences,
+    compare,
+    describe,
 )
 from jax_ddp_weighting.weighting.gradient import value_and_grad
 from jax_ddp_weighting.weighting.loss_terms import LossFn
@@ -107,7 +107,7 @@ def check_gradients(
                 loss, gradients = _run(
                     gradient, loss_fn, params, rows, len(split), engine, microbatches, coefficients
                 )
-                found += differences(
+                found += compare(
                     {"loss": loss.value, "params": gradients},
                     {"loss": right[0].value, "params": right[1]},
                     split=split,
@@ -136,8 +136,8 @@ def _run(
         mesh = AbstractMesh((ranks,), ("data",))
     else:
         mesh = meshes.data_mesh(ranks)
-        params = meshes.placed(params, meshes.replicated_sharding(mesh))
-        rows = placed_batch(rows, meshes.row_sharding(mesh, "data"), caller="check_gradients")
+        params = meshes.place(params, meshes.replicated_sharding(mesh))
+        rows = place_batch(rows, meshes.row_sharding(mesh, "data"), caller="check_gradients")
     fn = gradient(
         loss_fn,
         axis_name=None if engine == "jit" else "data",
@@ -196,7 +196,7 @@ def _message(report: ParityReport, microbatches: int) -> str:
     return (
         f"{len(wrong)} of {len(report.differences)} gradient leaves differ at rtol="
         f"{worst.rtol:g}; worst {worst.leaf} {worst.shape}: {ratio} on {where}. "
-        f"{_meaning(worst, ranks, microbatches)}\n{described(wrong)}"
+        f"{_meaning(worst, ranks, microbatches)}\n{describe(wrong)}"
     )
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PyTree
 
-from jax_ddp_weighting._arguments import check_rtol, listed
+from jax_ddp_weighting._arguments import check_rtol, list_some
 
 
 def effective_weights(
@@ -82,7 +82,7 @@ def effective_weights(
         raise ValueError(
             f"effective_weights: per_example_gradients must determine the weights to rtol={rtol:g},"
             f" got an uncertainty of {uncertainty[worst]:.1e} at example {worst}: the gradients of "
-            f"examples {listed(np.sort(alike))} are nearly alike. Take fewer or more different "
+            f"examples {list_some(np.sort(alike))} are nearly alike. Take fewer or more different "
             "examples, a larger model, or float64."
         )
     return weights
@@ -167,8 +167,8 @@ def _check_norms(norms: np.ndarray) -> None:
     if not norms.all():
         raise ValueError(
             "effective_weights: per_example_gradients must differ from 0, got gradients of 0 for "
-            f"examples {listed(np.flatnonzero(norms == 0))}: what they counted cannot show. Leave "
-            "them out, or take other parameters."
+            f"examples {list_some(np.flatnonzero(norms == 0))}: what they counted cannot show. "
+            "Leave them out, or take other parameters."
         )
 
 
@@ -178,7 +178,7 @@ def _check_determined(free: np.ndarray) -> None:
         alike = np.flatnonzero(np.abs(free).max(axis=1) > 1e-3)
         raise ValueError(
             "effective_weights: per_example_gradients must be linearly independent, got "
-            f"{len(free)} gradients of which those of examples {listed(alike)} are not: their "
+            f"{len(free)} gradients of which those of examples {list_some(alike)} are not: their "
             "weights cannot be told apart. Leave copies out, or take a model with more parameters."
         )
 

@@ -17,7 +17,12 @@ from jaxtyping import Array, PyTree
 from jax_ddp_weighting._arguments import check_microbatches, check_num_replicas, check_rtol
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.testing.conventions import deviation, probes
-from jax_ddp_weighting.testing.diagnosis import Diagnosis, diagnose_weights, named, unknown
+from jax_ddp_weighting.testing.diagnosis import (
+    Diagnosis,
+    diagnose_counts,
+    diagnose_weights,
+    unknown,
+)
 from jax_ddp_weighting.testing.per_example import effective_weights, per_example_gradients
 
 _RTOL = 1e-5  # float32 rounds to some 1e-7 here; the conventions lie 1e-3 and more apart
@@ -85,7 +90,7 @@ def diagnose(gradient_of: GradientOf, *, num_replicas: int, microbatches: int = 
 
     losses = 1 + tokens % 5 / 4
     seen = {label: (each, counts(label, each, _loss, losses)) for label, each in laid_out.items()}
-    found = named(seen, rtol=_RTOL)
+    found = diagnose_counts(seen, rtol=_RTOL)
     label, (weights, counted) = next(iter(seen.items()))
     label = f"{label} and losses are steep"
     again = counts(label, weights, _steep_loss, 4 - losses)

@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting.distributed import mesh
-from jax_ddp_weighting.weighting.sums import divided
+from jax_ddp_weighting.weighting.sums import divide
 
 T = TypeVar("T")
 
 
-def applied_unless(skipped: Bool[Array, ""], apply: Callable[[T], T], carried: T) -> T:
+def apply_unless(skipped: Bool[Array, ""], apply: Callable[[T], T], carried: T) -> T:
     """`apply(carried)`, or `carried` as it is.
 
     A loop of one turn or none, because a loop works in place: `lax.cond` would copy what it is to
@@ -95,7 +95,7 @@ def weighted_multi_steps(
         ValueError: a number is out of range; the weight is no scalar, or negative.
 
     Matches: `optax.MultiSteps` of optax 0.2.8 where all weights are equal and the windows full
-        (tests/test_multi_steps.py).
+        (tests/train/test_accumulation.py).
 
     Example:
         >>> tx = weighted_multi_steps(optax.sgd(1.0), 2)
@@ -146,7 +146,7 @@ def weighted_multi_steps(
 
         def step(inner_opt_state: PyTree) -> tuple[PyTree, PyTree]:
             means = jax.tree.map(
-                lambda gradient, total: divided(total, weight).astype(gradient.dtype),
+                lambda gradient, total: divide(total, weight).astype(gradient.dtype),
                 updates,
                 totals,
             )
@@ -154,7 +154,7 @@ def weighted_multi_steps(
 
         shapes, _ = jax.eval_shape(step, state.inner_opt_state)
         zeros = jax.tree.map(lambda g, s: mesh.zeros_like(g, s.dtype), updates, shapes)
-        new_updates, inner_opt_state = applied_unless(
+        new_updates, inner_opt_state = apply_unless(
             ~steps, lambda waiting: step(waiting[1]), (zeros, state.inner_opt_state)
         )
         return new_updates, WeightedMultiStepsState(

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.sums import divided
+from jax_ddp_weighting.weighting.sums import divide
 
 
 class BatchNorm(nn.BatchNorm):
@@ -36,7 +36,8 @@ class BatchNorm(nn.BatchNorm):
             None for the global view of `jit`, and for one device. All other fields are flax's.
 
     Matches: `flax.linen.BatchNorm` of flax 0.12.8 on one device and the accepted rows alone:
-        outputs, running averages and gradients, to 1e-12 in float64 (tests/test_norm.py).
+        outputs, running averages and gradients, to 1e-12 in float64
+        (tests/train/test_batch_norm.py).
 
     Example:
         >>> norm = jdw.BatchNorm(use_running_average=False, momentum=0.0, axis_name="data")
@@ -82,8 +83,8 @@ class BatchNorm(nn.BatchNorm):
         batch, present = batch_statistics(x, weights, features, self, axis_name)
         running = (means.value, variances.value)
         if not self.is_initializing():
-            means.value, variances.value = averaged(running, batch, present, self.momentum)
-        mean, var = where(present, batch, running)
+            means.value, variances.value = update_running(running, batch, present, self.momentum)
+        mean, var = choose(present, batch, running)
         scale = (
             self.param("scale", self.scale_init, shape, self.param_dtype)
             if self.use_scale
@@ -92,7 +93,7 @@ class BatchNorm(nn.BatchNorm):
         bias = (
             self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
         )
-        return normalised(x, mean, var, scale, bias, features, self.epsilon, self.dtype)
+        return normalise(x, mean, var, scale, bias, features, self.epsilon, self.dtype)
 
 
 Statistics = tuple[Array, Array]  # mean and variance, each of the shape of the features
@@ -131,7 +132,7 @@ def batch_statistics(
             mesh.axis_size(axis_name, caller="BatchNorm")
             sums = lax.psum(sums, axis_name, axis_index_groups=options.axis_index_groups)
         shape = tuple(x.shape[axis] for axis in features)
-        found = jnp.split(divided(sums[:-1], sums[-1]), len(values))
+        found = jnp.split(divide(sums[:-1], sums[-1]), len(values))
         return [each.reshape(shape) for each in found], sums[-1].real > 0
 
     if options.use_fast_variance:
@@ -167,21 +168,23 @@ def _broadcastable(weights: Array | None, x: Array, features: tuple[int, ...]) -
     return weights.astype(jnp.promote_types(least, weights.dtype)).reshape(shape)
 
 
-def averaged(running: Statistics, batch: Statistics, present: Array, momentum: float) -> Statistics:
+def update_running(
+    running: Statistics, batch: Statistics, present: Array, momentum: float
+) -> Statistics:
     """The new running averages; the old ones where nothing in the step has weight."""
     new = tuple(
         momentum * old + (1 - momentum) * lax.stop_gradient(each)
         for old, each in zip(running, batch, strict=True)
     )
-    return where(present, new, running)
+    return choose(present, new, running)
 
 
-def where(present: Array, first: Any, second: Any) -> Any:
+def choose(present: Array, first: Any, second: Any) -> Any:
     """Of two pairs of statistics the first, if anything has weight."""
     return tuple(jnp.where(present, a, b) for a, b in zip(first, second, strict=True))
 
 
-def normalised(
+def normalise(
     x: Array,
     mean: Array,
     var: Array,

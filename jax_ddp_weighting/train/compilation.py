@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_ddp_weighting.data.batch import Batch, placed_batch
+from jax_ddp_weighting.data.batch import Batch, place_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 
 Step = Callable[..., tuple[Any, Any]]
 
 
-def compiled_once(
+def compile_once(
     step: Step, mesh: Mesh, axis_name: AxisName, *, check: Callable[..., None]
 ) -> Step:
     """`step(carried, batch, *rest) -> (carried, report)`, compiled once for a run.
@@ -44,9 +44,9 @@ def compiled_once(
         return found(carried, batch, *rest)
 
     def placed(carried: Any, batch: Batch, rest: Any) -> tuple[Step, Any, Batch]:
-        batch = placed_batch(batch, rows, caller="train step")
+        batch = place_batch(batch, rows, caller="train step")
         leaves, structure = jax.tree.flatten(carried)
-        leaves = meshes.placed(list(map(_strong, _each_once(leaves))), replicated)
+        leaves = meshes.place(list(map(_strong, _each_once(leaves))), replicated)
         carried, shardings = structure.unflatten(leaves), _shardings(leaves)
         if (structure, shardings) not in jitted:
             # Pinned, so that XLA cannot return it placed otherwise than it came: a second

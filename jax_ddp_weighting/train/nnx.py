@@ -10,8 +10,8 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.accumulation import applied_unless
-from jax_ddp_weighting.train.compilation import compiled_once
+from jax_ddp_weighting.train.accumulation import apply_unless
+from jax_ddp_weighting.train.compilation import compile_once
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
@@ -110,7 +110,7 @@ def make_nnx_train_step(
             return nnx.state(model, optimizer.wrt), updated
 
         trained = (params, optimizer)
-        trained = applied(trained) if windows else applied_unless(report.skipped, applied, trained)
+        trained = applied(trained) if windows else apply_unless(report.skipped, applied, trained)
         params, optimizer = trained
         return (model_def, params, keys, state["variables"], optimizer), report
 
@@ -119,7 +119,7 @@ def make_nnx_train_step(
         check_call(batch, rng, options)
         check_optimizer_args(optimizer.tx, extra)
 
-    run = compiled_once(step, options.mesh, axis_name, check=check)
+    run = compile_once(step, options.mesh, axis_name, check=check)
 
     def train_step(
         model: nnx.Module,

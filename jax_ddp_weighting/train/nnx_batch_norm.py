@@ -7,11 +7,11 @@ from flax import nnx
 from jaxtyping import Array
 
 from jax_ddp_weighting.train.batch_norm import (
-    averaged,
     batch_statistics,
+    choose,
     feature_axes,
-    normalised,
-    where,
+    normalise,
+    update_running,
 )
 
 
@@ -51,6 +51,6 @@ class NnxBatchNorm(nnx.BatchNorm):
         running = (self.mean[...], self.var[...])
         x, _, _, scale, bias = self.promote_dtype((x, *running, scale, bias), dtype=self.dtype)
         batch, present = batch_statistics(x, weights, features, self, self.axis_name)
-        self.mean[...], self.var[...] = averaged(running, batch, present, self.momentum)
-        mean, var = where(present, batch, running)
-        return normalised(x, mean, var, scale, bias, features, self.epsilon, self.dtype)
+        self.mean[...], self.var[...] = update_running(running, batch, present, self.momentum)
+        mean, var = choose(present, batch, running)
+        return normalise(x, mean, var, scale, bias, features, self.epsilon, self.dtype)

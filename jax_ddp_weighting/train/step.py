@@ -17,7 +17,7 @@ from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.train.accumulation import WeightedMultiStepsState
 from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
-from jax_ddp_weighting.weighting.loss_terms import counts, named_terms
+from jax_ddp_weighting.weighting.loss_terms import has_gradient, name_terms
 from jax_ddp_weighting.weighting.sums import WeightedSum, weighted_sum
 
 STEP_ENGINES = ("shard_map", "jit", "pmap")
@@ -83,7 +83,7 @@ class StepOptions:
             "be an integer, at least 1",
             "1 takes each rank's rows whole.",
         )
-        if self.coefficients is not None and not any(map(counts, self.coefficients.values())):
+        if self.coefficients is not None and not any(map(has_gradient, self.coefficients.values())):
             raise ValueError(
                 f"{self.caller}: coefficients must have one that is not 0, got "
                 f"{dict(self.coefficients)}. A term of coefficient 0 is reported and pulls on "
@@ -149,7 +149,7 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         (loss, new_state), gradients = over_ranks(options.engine)(*inputs)
         terms = dict(loss.terms)
         weight = terms.pop(_ACCEPTED).weight
-        pulling = [term.weight > 0 for name, term in terms.items() if counts(factors[name])]
+        pulling = [term.weight > 0 for name, term in terms.items() if has_gradient(factors[name])]
         skipped = ~((weight != 0) & jnp.any(jnp.stack(pulling)))
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new_state)
         return StepReport(GlobalLoss(loss.value, terms), weight, skipped), gradients, state
@@ -172,7 +172,7 @@ def _with_accepted(
         sums, state = loss_fn(params, batch, *rng, state=state)
         weight = weighted_sum(jnp.zeros(batch.weights.shape), batch.weights).weight
         accepted = WeightedSum(jnp.zeros(()), weight)  # zeros summed up would cost a step 1 %
-        return {**named_terms(sums, coefficients), _ACCEPTED: accepted}, state
+        return {**name_terms(sums, coefficients), _ACCEPTED: accepted}, state
 
     return with_accepted
 
@@ -199,7 +199,7 @@ def _is_window(node: Any) -> bool:
 def window_weight(report: StepReport, coefficients: Mapping[str, Any] | None) -> Array:
     """What a step weighs in a window of `weighted_multi_steps`: the weight of its one term."""
     factors = coefficients or {"loss": 1.0}
-    pulling = [name for name in report.loss.terms if counts(factors[name])]
+    pulling = [name for name in report.loss.terms if has_gradient(factors[name])]
     if len(pulling) != 1:
         raise ValueError(
             "train step: loss_fn must return one term under weighted_multi_steps, got terms "

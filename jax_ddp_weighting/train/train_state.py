@@ -10,8 +10,8 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.accumulation import applied_unless
-from jax_ddp_weighting.train.compilation import compiled_once
+from jax_ddp_weighting.train.accumulation import apply_unless
+from jax_ddp_weighting.train.compilation import compile_once
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
@@ -122,7 +122,7 @@ def make_train_step(
         def applied(state: Any) -> Any:
             return _applied(state, gradients, collections, extra)
 
-        state = applied(state) if windows else applied_unless(report.skipped, applied, state)
+        state = applied(state) if windows else apply_unless(report.skipped, applied, state)
         return state, report
 
     def check(state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def make_train_step(
         check_call(batch, rng, options)
         check_optimizer_args(state.tx, extra)
 
-    run = compiled_once(step, options.mesh, axis_name, check=check)
+    run = compile_once(step, options.mesh, axis_name, check=check)
 
     def train_step(
         state: Any, batch: Batch, rng: Array | None = None, **optimizer_args: Any

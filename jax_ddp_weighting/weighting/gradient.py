@@ -24,15 +24,15 @@ from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.loss_terms import (
     LossFn,
-    counts,
-    described,
-    kept,
-    named_terms,
-    unpacked,
-    votes,
-    with_missing,
+    add_missing,
+    check_state,
+    describe,
+    has_gradient,
+    missing_weights,
+    name_terms,
+    unpack,
 )
-from jax_ddp_weighting.weighting.sums import WeightedSum, divided
+from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 
 @jax.tree_util.register_dataclass
@@ -102,13 +102,13 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
     """
     if not isinstance(local, WeightedSum):
         raise TypeError(
-            f"rank_share: local must be a WeightedSum, got {described(local)}. weighted_sum("
+            f"rank_share: local must be a WeightedSum, got {describe(local)}. weighted_sum("
             "losses, weights) makes one; a mean has lost its denominator."
         )
     ranks = mesh.axis_size(axis_name, caller="rank_share")
     # Varying, also where it is the same on every rank, so that every rank pulls it back.
     local = mesh.vary(jax.tree.map(jnp.asarray, local), axis_name)
-    share = divided(local.total, lax.psum(local.weight, axis_name))
+    share = divide(local.total, lax.psum(local.weight, axis_name))
     if mesh.is_checked(axis_name):
         return share + lax.stop_gradient(share * (ranks - 1))
     return share * ranks
@@ -170,7 +170,7 @@ def value_and_grad(
             rank (as far as types tell: in `shard_map` with its varying-axes check).
 
     Matches: one device that holds the whole batch, to 1e-12 in float64, in all five regimes on jax
-        0.10.2 and 0.12.0 (tests/test_weighting.py).
+        0.10.2 and 0.12.0 (tests/weighting/test_gradient.py).
 
     Example:
         >>> def loss_fn(w, batch):
@@ -200,25 +200,27 @@ def value_and_grad(
                 args += (rng if microbatches == 1 else jax.random.fold_in(rng, k),)
             if has_state:
                 out = loss_fn(params, *args, state=state)
-                sums, new_state, *aux = unpacked(out, "state", *["aux"] * has_aux)
-                state = kept(state, new_state, axis_name)
+                sums, new_state, *aux = unpack(out, "state", *["aux"] * has_aux)
+                state = check_state(state, new_state, axis_name)
             else:
                 out = loss_fn(params, *args)
-                sums, *aux = unpacked(out, "aux") if has_aux else (out,)
-            sums = jax.tree.map(jnp.asarray, named_terms(sums, coefficients))
-            present = votes(args[0])
+                sums, *aux = unpack(out, "aux") if has_aux else (out,)
+            sums = jax.tree.map(jnp.asarray, name_terms(sums, coefficients))
+            present = missing_weights(args[0])
             if axis_name is not None:
                 # Also what is the same on every rank, so that it is pulled back from every rank.
                 sums, present = mesh.vary((sums, present), axis_name)
             pulled, metrics = {}, {}
             for name, each in sums.items():
-                pulls = counts(factors[name]) and jnp.issubdtype(each.total.dtype, jnp.inexact)
+                pulls = has_gradient(factors[name]) and jnp.issubdtype(
+                    each.total.dtype, jnp.inexact
+                )
                 (pulled if pulls else metrics)[name] = each.total
             weights = {name: each.weight for name, each in sums.items()} | present
             return pulled, (metrics, weights, state, aux)
 
         def of_step(weights: Totals) -> Totals:
-            return with_missing(_psum_scalars(weights, axis_name), coefficients)
+            return add_missing(_psum_scalars(weights, axis_name), coefficients)
 
         def gradients_of(
             k: Any, state: PyTree, weights_of: Callable[[Totals], Totals]
@@ -228,7 +230,7 @@ def value_and_grad(
             )
             weights = weights_of(weights)
             cotangents = {
-                name: _like(divided(jnp.asarray(factors[name], total.dtype), weights[name]), total)
+                name: _like(divide(jnp.asarray(factors[name], total.dtype), weights[name]), total)
                 for name, total in pulled.items()
             }
             return pull(cotangents)[0], {**pulled, **metrics}, weights, state, aux
@@ -261,7 +263,9 @@ def value_and_grad(
         if axis_name is not None:
             gradients = lax.psum(gradients, axis_name)
         terms = {name: WeightedSum(totals[name], weights[name]) for name in weights}
-        counted = [factors[name] * terms[name].mean() for name in terms if counts(factors[name])]
+        counted = [
+            factors[name] * terms[name].mean() for name in terms if has_gradient(factors[name])
+        ]
         value = sum(counted, start=jnp.zeros(()))
         loss = GlobalLoss(value, terms)
         extras = [state] * has_state + aux

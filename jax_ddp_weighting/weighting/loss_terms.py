@@ -10,14 +10,14 @@ from jaxtyping import Array, PyTree
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.sums import WeightedSum, divided
+from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 LossFn = Callable[..., Any]
 """`(params, batch) -> WeightedSum`, or a dict of them; with `rng` as a third argument if one is
 given; paired with auxiliary output if `has_aux`."""
 
 
-def named_terms(
+def name_terms(
     sums: Any, coefficients: Mapping[str, Any] | None, *, caller: str = "value_and_grad"
 ) -> dict[str, WeightedSum]:
     """What a loss function returned, as terms by name, each of which has a coefficient."""
@@ -45,7 +45,7 @@ def named_terms(
     else:
         raise TypeError(
             f"{caller}: loss_fn must return a WeightedSum or a dict of them, got "
-            f"{described(sums)}. Return weighted_sum(losses, weights): a mean has lost its "
+            f"{describe(sums)}. Return weighted_sum(losses, weights): a mean has lost its "
             "denominator, and ranks of unequal weight cannot be averaged any more."
         )
     for name, each in named.items():
@@ -58,7 +58,7 @@ def named_terms(
     return named
 
 
-def votes(batch: Any) -> dict[str, Array]:
+def missing_weights(batch: Any) -> dict[str, Array]:
     """What a batch's ranks weigh, missing and present, under names that are no term's.
 
     Nothing, but for batches of `join_batches` that count ranks which are not there any more.
@@ -68,7 +68,7 @@ def votes(batch: Any) -> dict[str, Array]:
     return {_MISSING: jnp.sum(batch.missing), _PRESENT: jnp.sum(batch.weights)}
 
 
-def with_missing(
+def add_missing(
     weights: dict[str, Array], coefficients: Mapping[str, Any] | None
 ) -> dict[str, Array]:
     """The weights of a whole step, as if ranks that are missing had weighed what the others do.
@@ -79,10 +79,10 @@ def with_missing(
     if _MISSING not in weights:
         return weights
     terms = {name: each for name, each in weights.items() if name not in (_MISSING, _PRESENT)}
-    stretch = 1 + divided(weights[_MISSING], weights[_PRESENT])
+    stretch = 1 + divide(weights[_MISSING], weights[_PRESENT])
     factors = coefficients or {"loss": 1.0}
     return {
-        name: weight * stretch if counts(factors[name]) else weight
+        name: weight * stretch if has_gradient(factors[name]) else weight
         for name, weight in terms.items()
     }
 
@@ -90,24 +90,24 @@ def with_missing(
 _MISSING, _PRESENT = "\0missing", "\0present"
 
 
-def counts(factor: Any) -> bool:
+def has_gradient(factor: Any) -> bool:
     """Whether a term has a part in the loss: a coefficient of plain 0 makes it a mere metric."""
     return not (isinstance(factor, int | float) and factor == 0)
 
 
-def unpacked(out: Any, *extras: str) -> tuple[Any, ...]:
+def unpack(out: Any, *extras: str) -> tuple[Any, ...]:
     """The sums, and whatever else a loss function said that it returns."""
     if not (isinstance(out, tuple) and len(out) == 1 + len(extras)):
         options = [f"has_{extra}" for extra in extras]
         raise TypeError(
             f"value_and_grad: loss_fn must return (sums, {', '.join(extras)}) when "
-            f"{' and '.join(f'{option}=True' for option in options)}, got {described(out)}. "
+            f"{' and '.join(f'{option}=True' for option in options)}, got {describe(out)}. "
             f"Return a tuple, or leave {' and '.join(options)} out."
         )
     return out
 
 
-def kept(old: PyTree, new: PyTree, axis_name: AxisName | None) -> PyTree:
+def check_state(old: PyTree, new: PyTree, axis_name: AxisName | None) -> PyTree:
     """The new state of a model, if it has the form of the old one and is the same on every rank."""
     if jax.tree.structure(old) != jax.tree.structure(new):
         raise ValueError(
@@ -121,7 +121,7 @@ def kept(old: PyTree, new: PyTree, axis_name: AxisName | None) -> PyTree:
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise ValueError(
                 f"value_and_grad: loss_fn must return a state of the form it was given, got "
-                f"{described(after)} for {described(before)} at state"
+                f"{describe(after)} for {describe(before)} at state"
                 f"{jax.tree_util.keystr(path)}. Cast it back, or initialise it so."
             )
         if axis_name is not None and mesh.varies(after, axis_name):
@@ -135,12 +135,12 @@ def kept(old: PyTree, new: PyTree, axis_name: AxisName | None) -> PyTree:
     return jax.tree_util.tree_map_with_path(checked, old, new)
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """What somebody returned in place of a sum, in a few words for an error."""
     if isinstance(value, jax.Array):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, tuple):
-        return f"a tuple of {', '.join(described(each) for each in value)}"
+        return f"a tuple of {', '.join(describe(each) for each in value)}"
     if isinstance(value, Mapping):
-        return f"a dict of {', '.join(sorted({described(each) for each in value.values()}))}"
+        return f"a dict of {', '.join(sorted({describe(each) for each in value.values()}))}"
     return type(value).__name__

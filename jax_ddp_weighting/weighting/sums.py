@@ -52,7 +52,7 @@ class WeightedSum:
 
     def mean(self) -> Scalar:
         """`total / weight`; 0, with gradient 0, where the weight is 0. The weight gets none."""
-        return divided(self.total, self.weight)
+        return divide(self.total, self.weight)
 
     def once(self, value: Any) -> "WeightedSum":
         """A term that is counted once per step and divided by nothing, such as a regulariser.
@@ -168,7 +168,7 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
     return jnp.where(valid, labels, jnp.zeros_like(labels)), valid.astype(jnp.int32)
 
 
-def divided(total: Any, weight: Any) -> Array:
+def divide(total: Any, weight: Any) -> Array:
     """`total / weight`, and 0 with gradient 0 where the weight is 0: the library's one division.
 
     No gradient flows into the weight: what a row counts is decided, not learned.

@@ -12,7 +12,7 @@ import torch
 from jax_ddp_weighting import diagnose_weights, effective_weights
 
 ROOT = Path(__file__).parents[2]
-RECORD = json.loads((ROOT / "tests" / "data" / "torch_reference.json").read_text())
+RECORD = json.loads((ROOT / "tests" / "recorded" / "torch_reference.json").read_text())
 ALLOWED = {"float32": 1e-5, "float64": 1e-10}
 
 

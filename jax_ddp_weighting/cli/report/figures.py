@@ -18,7 +18,7 @@ _LEAST = 1e-9  # where an error of 0 is drawn, which has no place on a scale of 
 _POINTS = 600  # slots up to which each has its number
 
 
-def drawn(findings: Findings) -> dict[str, Figure]:
+def draw(findings: Findings) -> dict[str, Figure]:
     """All pictures, by name."""
     with rc_context({"font.size": 12.5}):  # a telephone shows them at three quarters
         return {

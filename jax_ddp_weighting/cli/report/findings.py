@@ -12,7 +12,7 @@ from jaxtyping import Array, Float64, Int64
 
 from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting.cli.epoch_audits import RANKS, AuditedEpoch, audit_epochs
-from jax_ddp_weighting.cli.plan_summary import as_json, described
+from jax_ddp_weighting.cli.plan_summary import as_json, describe_plan
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import over_ranks
 from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
@@ -88,7 +88,7 @@ class Findings:
         """The findings in types that JSON knows, without the maps of slots."""
         return {
             "exactly_once": self.exactly_once,
-            "plan": described(self.plan),
+            "plan": describe_plan(self.plan),
             "epochs": [as_json(each.audit) for each in self.audited],
             "times_seen": {str(times): ids for times, ids in self.times_seen.items()},
             "convention": self.convention,
@@ -98,7 +98,7 @@ class Findings:
         }
 
 
-def found(
+def find(
     plan: EpochPlan,
     epochs: int,
     convention: str,
@@ -154,7 +154,7 @@ def found(
     for number in numbers:
         weights = _laid_out(last, number, example_weights)
         right = weights / weights.sum()
-        errors.setdefault(OURS, []).append(_error(measured(weights), right))
+        errors.setdefault(OURS, []).append(_error(measure(weights), right))
         for name in dict.fromkeys((convention, *COMPARED)):
             errors.setdefault(name, []).append(_error(counted_by(name, weights), right))
     weights = _laid_out(last, microbatches, example_weights)
@@ -162,7 +162,7 @@ def found(
         plan.steps_per_epoch - 1,
         weights,
         counted_by(convention, weights) * weights.sum(),
-        measured(weights) * weights.sum(),
+        measure(weights) * weights.sum(),
     )
     return Findings(plan, audited, seen, accepted, copies, convention, looked_at, numbers, errors)
 
@@ -182,7 +182,7 @@ def counted_by(
     return match.factor * match.scheme.counted(weights)
 
 
-def measured(
+def measure(
     weights: Float64[np.ndarray, "ranks microbatches rows"],
 ) -> Float64[np.ndarray, "ranks microbatches rows"]:
     """What each slot counts in the gradient that `value_and_grad` makes, read off it.

@@ -246,7 +246,7 @@ def test_the_state_lies_where_the_parameters_lie(axis_type):
     params = jax.device_put(jnp.ones((4, 4)), sharding)
     tx = weighted_multi_steps(optax.adamw(0.1), 2)
     replicated = NamedSharding(mesh, PartitionSpec())
-    state = meshes.placed(tx.init(params), replicated)  # moves the counters alone
+    state = meshes.place(tx.init(params), replicated)  # moves the counters alone
     update = jax.jit(tx.update)
     for weight in (1, 3):
         updates, state = update(params * weight, state, params, weight=weight)

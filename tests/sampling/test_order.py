@@ -8,7 +8,7 @@ from scipy import stats
 from jax_ddp_weighting import keyed_order, torch_order
 from jax_ddp_weighting.sampling import order
 
-RECORDED = json.loads((Path(__file__).parent / "data" / "torch_sampler.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "torch_sampler.json").read_text())
 
 
 def swaps_in_plain_python(n, seed):

@@ -78,7 +78,7 @@ def gradient_on(mesh, specs, engine, loss_fn, *, make=value_and_grad, microbatch
     axis_name = None if engine == "jit" else "data"
     fn = make(loss_fn, axis_name=axis_name, microbatches=microbatches)
     params = sharded(mesh, specs)
-    rows = meshes.placed(Batch.of((X, Y), weights=WEIGHTS), meshes.row_sharding(mesh, "data"))
+    rows = meshes.place(Batch.of((X, Y), weights=WEIGHTS), meshes.row_sharding(mesh, "data"))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     with jax.set_mesh(mesh):
         mapped = meshes.over_ranks(fn, mesh, engine=engine)

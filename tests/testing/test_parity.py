@@ -23,7 +23,7 @@ from jax_ddp_weighting import (
     weighted_sum,
 )
 from jax_ddp_weighting.distributed.mesh import ENGINES
-from jax_ddp_weighting.testing.comparison import differences
+from jax_ddp_weighting.testing.comparison import compare
 
 
 class Network(nn.Module):
@@ -442,7 +442,7 @@ def test_complex_gradients_are_compared_whole():
         "caller": "test",
         "scaled_by": "params",
     }
-    (same,) = differences(right, right, **options)
-    (other,) = differences({"params": right["params"].real.astype(complex)}, right, **options)
+    (same,) = compare(right, right, **options)
+    (other,) = compare({"params": right["params"].real.astype(complex)}, right, **options)
     assert same.equal
     assert not other.equal

@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 from jax_ddp_weighting import data_mesh
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "multiprocess.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "multiprocess.py"
 
 
 def recorded(mesh, **options):

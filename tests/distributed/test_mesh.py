@@ -81,7 +81,7 @@ def test_varying_twice_is_varying_once():
 @pytest.mark.parametrize("devices", [1, 2])
 def test_donating_what_was_placed_leaves_the_callers_arrays_alone(devices):
     own = {"device": jnp.ones(1000), "host": np.ones(1000, np.float32), "key": jax.random.key(0)}
-    placed = meshes.placed(own, meshes.replicated_sharding(data_mesh(devices)))
+    placed = meshes.place(own, meshes.replicated_sharding(data_mesh(devices)))
     donate = jax.jit(
         lambda tree: {**tree, "device": tree["device"] + 1, "host": tree["host"] + 1},
         donate_argnums=0,

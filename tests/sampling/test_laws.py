@@ -1,6 +1,6 @@
 """Laws of plans and samplers against plain lists, over inputs that Hypothesis makes up.
 
-`LAW_EXAMPLES=100000 python -m pytest tests/test_laws.py` looks much further.
+`LAW_EXAMPLES=100000 python -m pytest tests/sampling/test_laws.py` looks much further.
 """
 
 import os

@@ -15,7 +15,8 @@ from jax import lax
 
 from jax_ddp_weighting import WeightedSum, rank_share, value_and_grad, weighted_sum
 
-CASES = json.loads((Path(__file__).parent / "data" / "denominators.json").read_text())["cases"]
+RECORDED = Path(__file__).parents[1] / "recorded"
+CASES = json.loads((RECORDED / "denominators.json").read_text())["cases"]
 
 
 def linear_loss(w, batch):

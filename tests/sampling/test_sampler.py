@@ -9,13 +9,13 @@ import pytest
 
 from jax_ddp_weighting import CoverageError, DistributedSampler, audit_ids
 
-RECORDED = json.loads((Path(__file__).parent / "data" / "torch_sampler.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "torch_sampler.json").read_text())
 
 
 def test_importing_the_sampler_imports_neither_jax_nor_scipy():
     """In a subprocess, since this one has imported everything."""
     program = (
-        "import jax_ddp_weighting.sampler, sys;"
+        "import jax_ddp_weighting.sampling, sys;"
         "print([name for name in ('jax', 'scipy', 'torch') if name in sys.modules])"
     )
     run = subprocess.run(

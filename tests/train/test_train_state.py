@@ -422,7 +422,7 @@ def test_a_state_may_hold_the_same_array_twice():
         ema: Any
 
     mesh = data_mesh(2)
-    params = meshes.placed({"w": jnp.ones(3), "b": jnp.ones(())}, meshes.replicated_sharding(mesh))
+    params = meshes.place({"w": jnp.ones(3), "b": jnp.ones(())}, meshes.replicated_sharding(mesh))
     state = Averaged.create(apply_fn=None, params=params, tx=optax.sgd(0.1), ema=params)
     state, _ = make_train_step(loss_fn, mesh)(state, Batch.of(fetch(np.arange(8))))
     np.testing.assert_array_equal(state.ema["w"], np.ones(3))
@@ -584,7 +584,7 @@ def test_bad_calls_after_good_ones_are_refused_and_lose_nothing():
     mesh = data_mesh(2)
 
     def rows(count):
-        return meshes.placed(Batch.of(fetch(np.arange(count))), meshes.row_sharding(mesh, "data"))
+        return meshes.place(Batch.of(fetch(np.arange(count))), meshes.row_sharding(mesh, "data"))
 
     step = make_train_step(lambda params, batch, rng: loss_fn(params, batch), mesh, microbatches=2)
     keys = jax.random.split(jax.random.key(0), 3)

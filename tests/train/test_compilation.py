@@ -23,7 +23,7 @@ from jax_ddp_weighting import (
 )
 from jax_ddp_weighting.distributed import mesh as meshes
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SPEC = importlib.util.spec_from_file_location("hlo", BENCHMARKS / "hlo.py")
 hlo = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(hlo)

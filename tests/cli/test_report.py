@@ -11,8 +11,8 @@ import pytest
 
 from jax_ddp_weighting import EpochPlan
 from jax_ddp_weighting.cli import app as cli
-from jax_ddp_weighting.cli.report.figures import as_png, drawn
-from jax_ddp_weighting.cli.report.findings import CHOICES, OURS, counted_by, found, measured
+from jax_ddp_weighting.cli.report.figures import as_png, draw
+from jax_ddp_weighting.cli.report.findings import CHOICES, OURS, counted_by, find, measure
 from jax_ddp_weighting.cli.report.page import page
 from jax_ddp_weighting.testing.conventions import probes
 
@@ -41,7 +41,7 @@ def test_maps_and_counts_are_those_of_every_slot(n, tail):
     plan = EpochPlan(n, 3, 4, tail=tail)
     if not plan.steps_per_epoch:
         return
-    findings = found(plan, 3, "mean_of_means")
+    findings = find(plan, 3, "mean_of_means")
     accepted, copies = naive_maps(plan)
     np.testing.assert_array_equal(findings.accepted, accepted)
     np.testing.assert_array_equal(findings.copies, copies)
@@ -56,7 +56,7 @@ def test_maps_and_counts_are_those_of_every_slot(n, tail):
 
 def test_copies_of_an_order_that_repeats_ids_are_found():
     plan = EpochPlan.from_order([4, 4, 1, 4, 2, 1], 2, 2, num_examples=5, repeats=True)
-    findings = found(plan, 1, "mean_of_means")
+    findings = find(plan, 1, "mean_of_means")
     np.testing.assert_array_equal(findings.copies, naive_maps(plan)[1])
     assert findings.copies.sum() == 3
 
@@ -65,7 +65,7 @@ def test_copies_of_an_order_that_repeats_ids_are_found():
 def test_ours_counts_every_slot_as_its_weight_once(microbatches):
     for weights in probes(2, microbatches).values():
         right = weights / weights.sum()
-        np.testing.assert_allclose(measured(weights), right, rtol=1e-6)
+        np.testing.assert_allclose(measure(weights), right, rtol=1e-6)
         assert np.abs(counted_by("mean_of_means", weights) - right).max() > 0.01 * right.max()
 
 
@@ -77,7 +77,7 @@ def test_every_choice_counts_something():
 
 def test_errors_of_naive_conventions_grow_and_ours_stay_at_rounding():
     lengths = np.random.default_rng(0).integers(1, 100, 64).astype(float)
-    findings = found(EpochPlan(64, 4, 16), 1, "mean_of_means", example_weights=lengths)
+    findings = find(EpochPlan(64, 4, 16), 1, "mean_of_means", example_weights=lengths)
     assert findings.microbatches == [1, 2, 4, 8, 16]
     assert max(findings.errors[OURS]) < 1e-6
     naive = findings.errors["mean_of_means"]
@@ -89,7 +89,7 @@ def test_errors_of_naive_conventions_grow_and_ours_stay_at_rounding():
 def test_each_slot_counts_its_examples_weight():
     lengths = np.arange(1.0, 11.0)
     plan = EpochPlan(10, 2, 8)
-    looked_at = found(plan, 1, "rank_token_mean", example_weights=lengths).looked_at
+    looked_at = find(plan, 1, "rank_token_mean", example_weights=lengths).looked_at
     slots = plan.batch(0, 0)
     np.testing.assert_array_equal(looked_at.weights[:, 0], slots.weights * lengths[slots.ids])
     np.testing.assert_allclose(looked_at.ours, looked_at.weights, rtol=1e-6)
@@ -121,11 +121,11 @@ class Seen(HTMLParser):
 
 @pytest.fixture(scope="module")
 def findings():
-    return found(EpochPlan(1003, 20, 4, tail="repeat"), 3, "mean_of_means", microbatches=2)
+    return find(EpochPlan(1003, 20, 4, tail="repeat"), 3, "mean_of_means", microbatches=2)
 
 
 def test_the_page_holds_every_picture_and_table_and_loads_nothing(findings):
-    pictures = {name: as_png(figure) for name, figure in drawn(findings).items()}
+    pictures = {name: as_png(figure) for name, figure in draw(findings).items()}
     assert all(picture.startswith(PNG) for picture in pictures.values())
     text = page(findings, pictures, "report <script>alert(1)</script>")
     seen = Seen(text)

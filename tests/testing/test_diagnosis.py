@@ -29,7 +29,8 @@ from jax_ddp_weighting import (
 )
 from jax_ddp_weighting.testing.conventions import CONVENTIONS, candidates, probes
 
-CASES = json.loads((Path(__file__).parent / "data" / "denominators.json").read_text())["cases"]
+RECORDED = Path(__file__).parents[1] / "recorded"
+CASES = json.loads((RECORDED / "denominators.json").read_text())["cases"]
 PROBE = "probe W=2 GA=3 (separates xW from xGA)"
 
 

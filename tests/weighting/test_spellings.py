@@ -121,7 +121,7 @@ COLUMNS = {
 
 
 def tables():
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     for name, text in (("README", readme), ("rank_share", rank_share.__doc__)):
         lines = [re.findall(r"[^|]+", line.strip()) for line in text.splitlines()]
         rows = [[cell.strip().replace("**", "") for cell in line] for line in lines if line]

@@ -52,7 +52,7 @@ def refusal(capsys, *arguments: str) -> str:
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_is_what_it_was(command, capsys, monkeypatch):
-    # On purpose? COLUMNS=80 python -m jax_ddp_weighting COMMAND --help > tests/help/COMMAND.txt
+    # On purpose? COLUMNS=80 python -m jax_ddp_weighting COMMAND --help > tests/cli/help/COMMAND.txt
     monkeypatch.setenv("COLUMNS", "80")
     assert run(*command.split(), "--help") == 0
     kept = (HELP / f"{command or 'all'}.txt").read_text()
@@ -574,7 +574,10 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-LOADED = "import sys\nfrom jax_ddp_weighting.cli import app\napp.run({})\nassert 'jax' not in sys.modules"
+LOADED = """import sys
+from jax_ddp_weighting.cli import app
+app.run({})
+assert 'jax' not in sys.modules"""
 
 
 @pytest.mark.parametrize("command", ["plan", "audit"])

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-GALLERY = Path(__file__).parent.parent / "examples" / "gallery.py"
+GALLERY = Path(__file__).parents[2] / "examples" / "gallery.py"
 
 # what the step does -> convention, factor, right
 EXPECTED = {
