@@ -106,8 +106,8 @@ class FormAgreement:
             kind = "RuntimeError"
             text = (
                 f"{name_ranks(absent, 'process')} absent, without first rows after "
-                f"{self._timeout_s:g} s. Look at the logs of the absent: they are gone or slow; timeout_s gives more "
-                "time."
+                f"{self._timeout_s:g} s. Look at the logs of the absent: they "
+                "are gone or slow; timeout_s gives more time."
             )
         elif differences := find_differences(forms, "process"):
             kind = "ValueError"
