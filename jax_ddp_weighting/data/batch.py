@@ -63,8 +63,8 @@ class Batch:
                 f"{shapes}. Give every leaf the same number of rows."
             )
         rows = shapes[0][0]
-        weights = np.ones(rows, np.int32) if weights is None else _array(weights)
-        ids = np.arange(rows, dtype=np.int32) if ids is None else _array(ids)
+        weights = np.ones(rows, np.int32) if weights is None else _as_array(weights)
+        ids = np.arange(rows, dtype=np.int32) if ids is None else _as_array(ids)
         for name, array in (("weights", weights), ("ids", ids)):
             if array.shape != (rows,):
                 raise ValueError(
@@ -120,22 +120,43 @@ class Batch:
         if not extra:
             return self
 
-        def repeated(leaf: Any) -> Any:
+        def fill_up(leaf: Any) -> Any:
             numpy = jnp if isinstance(leaf, jax.Array) else np
             return numpy.concatenate([leaf, numpy.repeat(leaf[:1], extra, axis=0)])
 
-        rows = jax.tree.map(repeated, self)
+        rows = jax.tree.map(fill_up, self)
         real = np.arange(self.weights.shape[0] + extra) < self.weights.shape[0]
 
-        def of_real_rows(weights: Any) -> Any:
+        def keep_real(weights: Any) -> Any:
             return weights * real.astype(weights.dtype)
 
-        missing = jax.tree.map(of_real_rows, rows.missing)
-        return Batch(rows.data, rows.ids, of_real_rows(rows.weights), missing)
+        missing = jax.tree.map(keep_real, rows.missing)
+        return Batch(rows.data, rows.ids, keep_real(rows.weights), missing)
+
+
+MAKE_OR_READ_BATCHES = "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
+"""What to do about something that is no `Batch`, where a plan could have yielded it."""
+
+
+def check_batch(
+    rule: str, batch: object, remedy: str = "Batch.of(data, weights) makes one."
+) -> None:
+    """Refuses what is no `Batch`.
+
+    Args:
+        rule: who asks for what: ``"train step: batch must be a Batch"``.
+        batch: what the caller was given.
+        remedy: a closing sentence for the error.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(batch, Batch):
+        raise TypeError(f"{rule}, got {type(batch).__name__}. {remedy}")
 
 
 def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
-    """A batch with its rows on the mesh, as `mesh.placed` places them, and its ids whole.
+    """A batch with its rows on the mesh, as `mesh.place` places them, and its ids whole.
 
     Raises:
         ValueError: an id would be cut.
@@ -145,5 +166,5 @@ def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
     return meshes.place(batch, sharding)
 
 
-def _array(values: Any) -> Any:
+def _as_array(values: Any) -> Any:
     return values if isinstance(values, jax.Array) else np.asarray(values)

@@ -13,7 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from jax_ddp_weighting.data.batch import Batch, place_batch
+from jax_ddp_weighting.data.batch import (
+    MAKE_OR_READ_BATCHES,
+    Batch,
+    check_batch,
+    place_batch,
+)
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.sums import WeightedSum
@@ -125,11 +130,7 @@ def evaluate(
     in_flight: deque[tuple[Any, Array]] = deque()
     rows = 0
     for batch in batches:
-        if not isinstance(batch, Batch):
-            raise TypeError(
-                f"evaluate: batches must be Batches, got {type(batch).__name__}. "
-                "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
-            )
+        check_batch("evaluate: batches must be Batches", batch, MAKE_OR_READ_BATCHES)
         rows = rows or max(1, -(-batch.weights.shape[0] // ranks)) * ranks
         sharding = meshes.row_sharding(mesh, axis_name)
         batch = place_batch(_filled(batch, rows, ranks), sharding, caller="evaluate")
