@@ -5,7 +5,6 @@ import json
 import pickle
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.shards import place_dealt
 from jax_ddp_weighting.data.stopping import (
     ENDED,
     FAILED,
@@ -22,12 +22,12 @@ from jax_ddp_weighting.data.stopping import (
     name_holders,
     raise_failure,
 )
-from jax_ddp_weighting.data.streams import Shards, Stream
+from jax_ddp_weighting.data.streams import Stream
 from jax_ddp_weighting.data.watching import Watch
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.coordination import Meeting, find_differences, name_ranks
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.distributed.placement import RankPlacement, copy_aligned
+from jax_ddp_weighting.distributed.placement import RankPlacement
 
 JOIN_CONVENTIONS = ("example", "active_ranks", "initial_ranks")
 """What a step's gradient is divided by where ranks have unequal data, or none any more."""
@@ -172,7 +172,7 @@ def _join(
     try:
         while state == GOES_ON:
             taken = [_give_votes(stream.take(), compared["convention"]) for stream in streams]
-            batch = _place(taken, layout)
+            batch = place_dealt(taken, layout)
             # asked before the step that the caller runs on this batch, and read after, unless it
             # can be known before without a wait
             stopping.ask()
@@ -194,25 +194,6 @@ def _join(
 
 # Less than it takes to start a step: a loop that came back sooner runs none.
 _NOTHING_S = 1e-4
-
-
-def _place(taken: list[Batch], layout: RankPlacement) -> Batch:
-    def split(values: Any, rows: Batch) -> Shards:
-        return Shards([copy_aligned(each) for each in np.split(values, len(rows.ids.arrays))])
-
-    taken = [
-        replace(
-            rows,
-            weights=split(rows.weights, rows),
-            missing=None if rows.missing is None else split(rows.missing, rows),
-        )
-        for rows in taken
-    ]
-
-    def place(*columns: Shards) -> jax.Array:
-        return layout.place_shards([each for column in columns for each in column.arrays])
-
-    return jax.tree.map(place, *taken)
 
 
 def _give_votes(rows: Batch, convention: str) -> Batch:

@@ -15,6 +15,7 @@ from jax_ddp_weighting._version import __version__
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.data.opening import Opening
 from jax_ddp_weighting.data.read_ahead import read_ahead
+from jax_ddp_weighting.data.row_format import describe_rows
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import RankPlacement, check_device_values, id_dtype
@@ -143,7 +144,7 @@ def batches(
                 data = jax.tree_util.tree_map_with_path(check, data)
             # before the others are met: what fetch has returned may be filled anew at any time
             batch = layout.place(Batch(data, ids.astype(id_dtype()), weights))
-            opening.check(batch.data)
+            opening.check(describe_rows(batch.data))
             return batch
 
     @contextmanager

@@ -5,9 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from jaxtyping import PyTree
-
-from jax_ddp_weighting.data.row_format import RowFormat, check_format, describe_rows
+from jax_ddp_weighting.data.row_format import RowFormat, check_format
 from jax_ddp_weighting.distributed.coordination import Meeting, find_differences, name_ranks
 
 
@@ -48,19 +46,26 @@ class Opening:
                 self._conclude({"failure": f"{what}: {type(error).__name__}: {error}"})
             raise
 
-    def check(self, rows: PyTree) -> None:
+    def check(self, found: RowFormat, width: int = 0) -> int:
         """Refuses rows that differ from the first ones, here or on another process.
+
+        Args:
+            found: what the rows look like.
+            width: how many each rank has, if processes may have unequally many.
+
+        Returns:
+            The greatest width of any process, at the first rows.
 
         Raises:
             ValueError: processes read different things, or forms of rows differ, over processes or
                 over steps.
             RuntimeError: another process failed to make its first rows, or did not in time.
         """
-        found = describe_rows(rows)
         if self._first is None:
             self._first = found
-            self._meet({"reading": self._reading, "format": found})
+            return self._meet({"reading": self._reading, "format": found, "width": width})
         check_format(self._caller, found, self._first)
+        return width
 
     def check_without_rows(self) -> None:
         """The same for a process that has no step to take, while others may have some.
@@ -69,17 +74,16 @@ class Opening:
             ValueError: processes read different things.
             RuntimeError: another process failed to make its first rows, or did not in time.
         """
-        self._meet({"reading": self._reading, "format": None})
+        self._meet({"reading": self._reading, "format": None, "width": 0})
 
-    def _meet(self, said: dict[str, Any]) -> None:
-        kind, text = self._conclude(said)
+    def _meet(self, said: dict[str, Any]) -> int:
+        kind, text, width = json.loads(self._conclude(said))
         if kind:
             raise {"ValueError": ValueError, "RuntimeError": RuntimeError}[kind](text)
+        return width
 
-    def _conclude(self, said: dict[str, Any]) -> tuple[str, str]:
-        text = self._meeting.conclude(json.dumps(said), self._judge, timeout_s=self._timeout_s)
-        kind, text = json.loads(text)
-        return kind, text
+    def _conclude(self, said: dict[str, Any]) -> str:
+        return self._meeting.conclude(json.dumps(said), self._judge, timeout_s=self._timeout_s)
 
     def _judge(self, said: dict[int, str]) -> str:
         each = {process: json.loads(text) for process, text in said.items()}
@@ -98,7 +102,8 @@ class Opening:
             )
         elif differences := _name_differences(each):
             kind, text = "ValueError", differences
-        return json.dumps([kind, f"{self._caller}: {text}"])
+        width = max(one.get("width", 0) for one in each.values())
+        return json.dumps([kind, f"{self._caller}: {text}", width])
 
 
 def _name_differences(said: dict[int, dict[str, Any]]) -> str:

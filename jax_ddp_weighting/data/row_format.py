@@ -3,6 +3,7 @@
 import jax
 from jaxtyping import PyTree
 
+from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.placement import device_dtype
 
 RowFormat = dict[str, str]
@@ -15,6 +16,16 @@ def describe_rows(rows: PyTree) -> RowFormat:
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
         shape = ", ".join(map(str, leaf.shape[1:]))
         found[f"data{jax.tree_util.keystr(path)}"] = f"{device_dtype(leaf.dtype)}[{shape}]"
+    return found
+
+
+def describe_batch(batch: Batch) -> RowFormat:
+    """The form of a batch's rows, with that of their weights."""
+    found = describe_rows(batch.data)
+    for name in ("weights", "missing"):
+        values = getattr(batch, name)
+        if values is not None:
+            found[name] = str(device_dtype(values.dtype))
     return found
 
 

@@ -1,22 +1,16 @@
 """One rank's stream of batches of its own: read one ahead, copied, filled up, gone on with."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from jax_ddp_weighting.data.batch import Batch, check_batch, check_batch_values
-from jax_ddp_weighting.data.row_format import RowFormat, check_format, describe_rows
-from jax_ddp_weighting.distributed.placement import device_dtype, device_ids, empty_aligned
-
-
-@dataclass(frozen=True)
-class Shards:
-    """A column of rows as `RankPlacement.place_shards` wants them: an array for each rank."""
-
-    arrays: list[np.ndarray]
+from jax_ddp_weighting.data.row_format import RowFormat, check_format, describe_batch
+from jax_ddp_weighting.data.shards import deal_rows
+from jax_ddp_weighting.distributed.placement import device_ids
 
 
 class Stream:
@@ -63,7 +57,7 @@ class Stream:
         self._width = rows_per_rank
         if like is None:  # no stream has anything
             return
-        self.format = self.format or _describe(like)
+        self.format = self.format or describe_batch(like)
         self._last = self._deal(like)
         if self.upcoming is not None:
             self.upcoming = self._deal(self.upcoming)
@@ -100,32 +94,14 @@ class Stream:
                 f"got {rows}. Put full batches first and the short one last."
             )
         if rows:  # what no rows would look like does not matter
-            described = _describe(batch)
+            described = describe_batch(batch)
             self.format = self.format or described
             check_format("join_batches", described, self.format)
         check_batch_values(batch, caller="join_batches")
         return Batch(batch.data, device_ids(batch.ids, caller="join_batches"), batch.weights)
 
     def _deal(self, batch: Batch) -> Batch:
-        """The batch's rows in shards of this process's own, filled up by copies of the first."""
-        rows, slots = len(batch.weights), self._width * len(self.ranks)
-        if not rows and self._last is not None:
+        """The batch's rows in memory of this process's own; the last ones again if it has none."""
+        if not len(batch.weights) and self._last is not None:
             return replace(self._last, weights=np.zeros_like(self._last.weights))
-        weights = np.zeros(slots, batch.weights.dtype)
-        weights[:rows] = batch.weights
-
-        def deal(column: np.ndarray) -> Shards:
-            arrays = []
-            for first in range(0, slots, self._width):
-                shard = empty_aligned((self._width, *column.shape[1:]), column.dtype)
-                some = column[first : first + self._width]
-                np.copyto(shard[: len(some)], some, casting="same_kind")
-                shard[len(some) :] = column[0] if rows else 0
-                arrays.append(shard)
-            return Shards(arrays)
-
-        return Batch(jax.tree.map(deal, batch.data), deal(batch.ids), weights)
-
-
-def _describe(batch: Batch) -> RowFormat:
-    return describe_rows(batch.data) | {"weights": str(device_dtype(batch.weights.dtype))}
+        return deal_rows(batch, len(self.ranks), self._width)

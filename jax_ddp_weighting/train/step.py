@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, PyTree
 
 from jax_ddp_weighting._arguments import check_integer
-from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch
+from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch, check_is_global
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.train.accumulation import WeightedMultiStepsState
@@ -239,6 +239,7 @@ def check_call(batch: Any, rng: Any, options: StepOptions) -> None:
 
 def _check_batch(batch: Any, options: StepOptions) -> None:
     check_batch("train step: batch must be a Batch", batch, MAKE_OR_READ_BATCHES)
+    check_is_global(batch, options.mesh, caller="train step")
     rows, ranks = batch.weights.shape[0], options.ranks
     if rows % ranks:
         raise ValueError(
