@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting._arguments import check_at_least, check_weights
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.placement import device_ids
 
@@ -82,12 +82,8 @@ class Batch:
                 "count weighs 0."
             )
         if isinstance(weights, np.ndarray):
-            bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
-            if bad.size:
-                raise ValueError(
-                    "Batch.of: weights must be finite and at least 0, got "
-                    f"{weights[bad[0]]} at row {bad[0]}. A row that is not to count weighs 0."
-                )
+            remedy = "A row that is not to count weighs 0."
+            check_weights("Batch.of: weights", weights, remedy, first=0)
         return cls(data, ids, weights)
 
     def padded(self, multiple: int) -> "Batch":
@@ -113,9 +109,7 @@ class Batch:
             >>> batch.data.tolist(), batch.ids.tolist(), batch.weights.tolist()
             ([7.0, 8.0, 9.0, 7.0], [0, 1, 2, 0], [1, 1, 1, 0])
         """
-        check_integer(
-            "Batch.padded: multiple", multiple, 1, 2**62, "be at least 1", "1 adds no rows."
-        )
+        check_at_least("Batch.padded: multiple", multiple, 1, "1 adds no rows.", kind="")
         extra = -self.weights.shape[0] % multiple
         if not extra:
             return self

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting._arguments import check_integer, check_weights
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.weighting.sums import divide
 
@@ -190,11 +190,8 @@ def _checked_weight(weight: Any, dtype: Any) -> Array:
             f"weighted_multi_steps: weight must be a number, got {weight!r}. It is the "
             "microbatch's weight over all ranks."
         )
-    if not 0 <= float(weight) < np.inf:
-        raise ValueError(
-            f"weighted_multi_steps: weight must be finite and at least 0, got {weight}. A "
-            "microbatch that is not to count weighs 0."
-        )
+    remedy = "A microbatch that is not to count weighs 0."
+    check_weights("weighted_multi_steps: weight", weight, remedy)
     return jnp.asarray(weight, dtype)
 
 
@@ -205,14 +202,10 @@ def _check_arguments(optimizer: Any, every_k_steps: Any, gradients_of: str) -> N
             f"{type(optimizer).__name__}. Give it, for instance, optax.adamw(1e-3)."
         )
     if not callable(every_k_steps):
-        check_integer(
-            "weighted_multi_steps: every_k_steps",
-            every_k_steps,
-            1,
-            2**31 - 1,
-            "be a number of microbatches, at least 1, or a function of the step count",
-            "1 applies every microbatch by itself.",
-        )
+        rule = "be a number of microbatches, at least 1, or a function of the step count"
+        argument = "weighted_multi_steps: every_k_steps"
+        remedy = "1 applies every microbatch by itself."
+        check_integer(argument, every_k_steps, 1, 2**31 - 1, remedy, rule=rule)
     if gradients_of not in ("mean", "total"):
         raise ValueError(
             f"weighted_multi_steps: gradients_of must be 'mean' or 'total', got "

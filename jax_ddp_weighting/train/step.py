@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, PyTree
 
-from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting._arguments import check_at_least
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
@@ -75,14 +75,8 @@ class StepOptions:
                     f"{self.caller}: {name} must be one of {', '.join(allowed)}, got "
                     f"{getattr(self, name)!r}. {allowed[0]!r} is the default."
                 )
-        check_integer(
-            f"{self.caller}: microbatches",
-            self.microbatches,
-            1,
-            2**31 - 1,
-            "be an integer, at least 1",
-            "1 takes each rank's rows whole.",
-        )
+        argument, remedy = f"{self.caller}: microbatches", "1 takes each rank's rows whole."
+        check_at_least(argument, self.microbatches, 1, remedy, kind="an integer, ")
         if self.coefficients is not None and not any(map(has_gradient, self.coefficients.values())):
             raise ValueError(
                 f"{self.caller}: coefficients must have one that is not 0, got "
