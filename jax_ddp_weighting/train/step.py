@@ -15,7 +15,6 @@ from jax_ddp_weighting._arguments import check_at_least
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.accumulation import WeightedMultiStepsState
 from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
 from jax_ddp_weighting.weighting.loss_terms import has_gradient, name_terms
 from jax_ddp_weighting.weighting.sums import WeightedSum, weighted_sum
@@ -179,28 +178,6 @@ def _example_keys(rng: Array, ids: Array) -> Array:
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     high = fold(rng, words[0].astype(jnp.uint32))
     return jax.vmap(jax.random.fold_in)(high, words[1].astype(jnp.uint32))
-
-
-def counts_windows(opt_state: PyTree) -> bool:
-    """Whether the optimizer accumulates over calls, so that a call without weight has its place."""
-    return any(map(_is_window, jax.tree.leaves(opt_state, is_leaf=_is_window)))
-
-
-def _is_window(node: Any) -> bool:
-    return isinstance(node, WeightedMultiStepsState)
-
-
-def window_weight(report: StepReport, coefficients: Mapping[str, Any] | None) -> Array:
-    """What a step weighs in a window of `weighted_multi_steps`: the weight of its one term."""
-    factors = coefficients or {"loss": 1.0}
-    pulling = [name for name in report.loss.terms if has_gradient(factors[name])]
-    if len(pulling) != 1:
-        raise ValueError(
-            "train step: loss_fn must return one term under weighted_multi_steps, got terms "
-            f"{pulling}. Each has a denominator of its own, which one weight cannot carry: split "
-            "the batch with microbatches= instead."
-        )
-    return report.loss.terms[pulling[0]].weight
 
 
 def check_optimizer_args(tx: Any, extra: Mapping[str, Any]) -> None:
