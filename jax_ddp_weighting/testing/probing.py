@@ -86,7 +86,7 @@ def diagnose(gradient_of: GradientOf, *, num_replicas: int, microbatches: int = 
         except Exception as error:  # of any kind, since it goes on with a note
             error.add_note(f"diagnose: gradient_of failed on the probe where {label}.")
             raise
-        return _gradient_of_params(gradient, params.shape).reshape(shape)
+        return _check_gradient(gradient, params.shape).reshape(shape)
 
     losses = 1 + tokens % 5 / 4
     seen = {label: (each, counts(label, each, _loss, losses)) for label, each in laid_out.items()}
@@ -174,8 +174,8 @@ def diagnose_step(
             "the step's own; leave it out where the step returns its gradient."
         )
     weights = np.asarray(batch.weights, float)
-    rank, num_ranks = _places("ranks", ranks, np.zeros(len(weights), int))
-    micro, num_micro = _places("microbatches", microbatches, rank)
+    rank, num_ranks = _assign_rows("ranks", ranks, np.zeros(len(weights), int))
+    micro, num_micro = _assign_rows("microbatches", microbatches, rank)
     part = rank * num_micro + micro
     order = np.argsort(part, kind="stable")
     place = np.empty_like(part)
@@ -212,7 +212,7 @@ def _slopes(tokens: Any) -> Any:
     return 16 + 32 * (tokens % 4)
 
 
-def _gradient_of_params(gradient: Any, shape: tuple[int, ...]) -> np.ndarray:
+def _check_gradient(gradient: Any, shape: tuple[int, ...]) -> np.ndarray:
     leaves = jax.tree.leaves(gradient)
     shapes = [np.shape(leaf) for leaf in leaves]
     if shapes != [shape]:
@@ -224,7 +224,9 @@ def _gradient_of_params(gradient: Any, shape: tuple[int, ...]) -> np.ndarray:
     return np.asarray(leaves[0], float)
 
 
-def _places(name: str, given: int | Sequence[int], within: np.ndarray) -> tuple[np.ndarray, int]:
+def _assign_rows(
+    name: str, given: int | Sequence[int], within: np.ndarray
+) -> tuple[np.ndarray, int]:
     """Each row's place, and how many there are: as given, or equal runs within each group."""
     if not isinstance(given, int | np.integer):
         places = np.asarray(given)
