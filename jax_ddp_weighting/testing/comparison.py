@@ -233,7 +233,7 @@ def as_float64(tree: PyTree) -> PyTree:
 
 
 def _find_ratio(a: np.ndarray, b: np.ndarray, rtol: float) -> float | None:
-    scale = np.vdot(b, b).real
+    scale = np.vdot(b, b).real  # least squares: the factor by which b comes closest to a
     if not np.isfinite(a).all() or not scale:
         return None
     ratio = float(np.vdot(b, a).real / scale)

@@ -191,12 +191,15 @@ def _check_engines(engines: Sequence[str]) -> None:
 
 
 def _deal_rows(batch: Batch, split: tuple[int, ...], microbatches: int) -> Batch:
-    """The rows in rank order, each rank filled up to one width with rows of weight 0."""
+    """The rows in rank order, each rank filled up to one width with rows of weight 0.
+
+    Not `pad_rows`, which fills up behind the last row: here every rank ends in its own padding.
+    """
     width = -(-max(split) // microbatches) * microbatches
     starts = np.cumsum([0, *split[:-1]])
-    places = [np.arange(width) + start for start in starts]
+    wanted = [np.arange(width) + start for start in starts]
     real = np.concatenate([np.arange(width) < size for size in split])
-    rows = np.where(real, np.concatenate(places), 0)  # filled with copies of the first row
+    rows = np.where(real, np.concatenate(wanted), 0)  # filled with copies of the first row
     dealt = jax.tree.map(lambda leaf: leaf[rows], batch)
     # what fills a rank up weighs nothing, in no denominator
     kept = jax.tree.map(

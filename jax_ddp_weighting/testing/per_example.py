@@ -46,6 +46,8 @@ def effective_weights(
     """
     check_rtol("effective_weights: rtol", rtol)
     target, own, eps = _flatten(gradient, per_example_gradients)
+    # Gram matrix of unit vectors: its entries are cosines, so that examples with small gradients
+    # are told apart as well as those with large ones, and one floor below fits all of them.
     norms = np.sqrt(sum(np.einsum("ep,ep->e", leaf, leaf) for leaf in own))
     _check_norms(norms)
     gram = sum(leaf @ leaf.T for leaf in own) / np.outer(norms, norms)
