@@ -110,22 +110,38 @@ class Batch:
             ([7.0, 8.0, 9.0, 7.0], [0, 1, 2, 0], [1, 1, 1, 0])
         """
         check_at_least("Batch.padded: multiple", multiple, 1, "1 adds no rows.", kind="")
-        extra = -self.weights.shape[0] % multiple
-        if not extra:
-            return self
+        rows = self.weights.shape[0]
+        return pad_rows(self, rows + -rows % multiple)
 
-        def repeated(leaf: Any) -> Any:
-            numpy = jnp if isinstance(leaf, jax.Array) else np
-            return numpy.concatenate([leaf, numpy.repeat(leaf[:1], extra, axis=0)])
 
-        rows = jax.tree.map(repeated, self)
-        real = np.arange(self.weights.shape[0] + extra) < self.weights.shape[0]
+def pad_rows(batch: Batch, rows: int) -> Batch:
+    """The batch, filled up to so many rows with copies of its first one that weigh nothing.
 
-        def of_real_rows(weights: Any) -> Any:
-            return weights * real.astype(weights.dtype)
+    Copies rather than zeros: what is finite of a real row is finite of padding too, and 0 times an
+    infinite derivative would be NaN. A batch without rows is filled up with zeros.
+    """
+    found = batch.weights.shape[0]
+    if found >= rows:
+        return batch
 
-        missing = jax.tree.map(of_real_rows, rows.missing)
-        return Batch(rows.data, rows.ids, of_real_rows(rows.weights), missing)
+    def repeat_first(leaf: Any) -> Any:
+        numpy = jnp if isinstance(leaf, jax.Array) else np
+        if not found:
+            return numpy.zeros((rows, *leaf.shape[1:]), leaf.dtype)
+        return numpy.concatenate([leaf, numpy.repeat(leaf[:1], rows - found, axis=0)])
+
+    real = np.arange(rows) < found
+
+    def weigh_real_rows(weights: Any) -> Any:
+        weights = repeat_first(weights)
+        return weights * real.astype(weights.dtype)
+
+    return Batch(
+        jax.tree.map(repeat_first, batch.data),
+        repeat_first(batch.ids),
+        weigh_real_rows(batch.weights),
+        jax.tree.map(weigh_real_rows, batch.missing),
+    )
 
 
 def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
