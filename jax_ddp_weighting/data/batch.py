@@ -63,8 +63,8 @@ class Batch:
                 f"{shapes}. Give every leaf the same number of rows."
             )
         rows = shapes[0][0]
-        weights = np.ones(rows, np.int32) if weights is None else _array(weights)
-        ids = np.arange(rows, dtype=np.int32) if ids is None else _array(ids)
+        weights = np.ones(rows, np.int32) if weights is None else _as_array(weights)
+        ids = np.arange(rows, dtype=np.int32) if ids is None else _as_array(ids)
         for name, array in (("weights", weights), ("ids", ids)):
             if array.shape != (rows,):
                 raise ValueError(
@@ -144,8 +144,29 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     )
 
 
+MAKE_OR_READ_BATCHES = "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
+"""What to do about something that is no `Batch`, where a plan could have yielded it."""
+
+
+def check_batch(
+    rule: str, batch: object, remedy: str = "Batch.of(data, weights) makes one."
+) -> None:
+    """Refuses what is no `Batch`.
+
+    Args:
+        rule: who asks for what: ``"train step: batch must be a Batch"``.
+        batch: what the caller was given.
+        remedy: a closing sentence for the error.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(batch, Batch):
+        raise TypeError(f"{rule}, got {type(batch).__name__}. {remedy}")
+
+
 def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
-    """A batch with its rows on the mesh, as `mesh.placed` places them, and its ids whole.
+    """A batch with its rows on the mesh, as `mesh.place` places them, and its ids whole.
 
     Raises:
         ValueError: an id would be cut.
@@ -155,5 +176,5 @@ def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
     return meshes.place(batch, sharding)
 
 
-def _array(values: Any) -> Any:
+def _as_array(values: Any) -> Any:
     return values if isinstance(values, jax.Array) else np.asarray(values)

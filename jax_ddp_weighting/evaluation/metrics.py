@@ -13,7 +13,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from jax_ddp_weighting.data.batch import Batch, pad_rows, place_batch
+from jax_ddp_weighting.data.batch import (
+    MAKE_OR_READ_BATCHES,
+    Batch,
+    check_batch,
+    pad_rows,
+    place_batch,
+)
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.sums import WeightedSum
@@ -136,11 +142,7 @@ def evaluate(
     in_flight: deque[tuple[Any, Array]] = deque()
     rows = 0
     for batch in batches:
-        if not isinstance(batch, Batch):
-            raise TypeError(
-                f"evaluate: batches must be Batches, got {type(batch).__name__}. "
-                "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
-            )
+        check_batch("evaluate: batches must be Batches", batch, MAKE_OR_READ_BATCHES)
         found = batch.weights.shape[0]
         # The first batch sets the shape that is compiled, and shorter ones are filled up to it.
         rows = rows or max(1, -(-found // ranks)) * ranks

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, PyTree
 
 from jax_ddp_weighting._arguments import check_at_least
-from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
@@ -209,11 +209,7 @@ def check_call(batch: Any, rng: Any, options: StepOptions) -> None:
 
 
 def _check_batch(batch: Any, options: StepOptions) -> None:
-    if not isinstance(batch, Batch):
-        raise TypeError(
-            f"train step: batch must be a Batch, got {type(batch).__name__}. "
-            "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
-        )
+    check_batch("train step: batch must be a Batch", batch, MAKE_OR_READ_BATCHES)
     rows, ranks = batch.weights.shape[0], options.ranks
     if rows % ranks:
         raise ValueError(
