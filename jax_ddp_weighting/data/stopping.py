@@ -77,7 +77,7 @@ def read_answer(
         try:
             return int(answer.addressable_data(0))
         except jax.errors.JaxRuntimeError as error:
-            # over gloo only some of the others get this when a process is killed: they tell the rest
+            # over gloo only some get this when a process is killed: they tell the rest
             reason = f"the devices say: {str(error).splitlines()[0]}"
             stalled.call()
 
