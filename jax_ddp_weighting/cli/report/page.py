@@ -9,6 +9,11 @@ from jax_ddp_weighting._version import __version__
 from jax_ddp_weighting.cli.report.findings import Findings, sum_microbatches
 
 _GROUPS = 16  # rows of a long table
+_EPOCH = {
+    **{"epoch": "epoch", "slots": "slots", "accepted": "accepted", "unique": "unique"},
+    **{"num_duplicated": "twice+", "num_omitted": "never"},
+}
+_NEW_ORDER = {None: "first", True: "yes", False: "no"}
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a202c; background: #fff;
@@ -85,23 +90,13 @@ def _tell_who_read_what(findings: Findings, pictures: Mapping[str, bytes]) -> li
         "<h2>Who read what</h2>",
         verdict,
         _picture(
-            pictures,
-            "who-read-what",
-            "Rows that count, of each rank in each step of epoch 0.",
+            pictures, "who-read-what", "Rows that count, of each rank in each step of epoch 0."
         ),
         _table(
             "Each epoch, slot by slot",
-            ["epoch", "slots", "accepted", "unique", "twice+", "never", "new order"],
+            [*_EPOCH.values(), "new order"],
             [
-                [
-                    each.audit.epoch,
-                    each.audit.slots,
-                    each.audit.accepted,
-                    each.audit.unique,
-                    each.audit.num_duplicated,
-                    each.audit.num_omitted,
-                    {None: "first", True: "yes", False: "no"}[each.new_order],
-                ]
+                [*(getattr(each.audit, name) for name in _EPOCH), _NEW_ORDER[each.new_order]]
                 for each in findings.audited[:_GROUPS]
             ],
         ),
