@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
-from jaxtyping import Array, Float64, Int64
+from jaxtyping import Array, Float, Float64, Int64
 
 from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting.cli.epoch_audits import RANKS, AuditedEpoch, audit_epochs
@@ -194,17 +195,22 @@ def measure(
         [[[0.333333, 0.0]], [[0.333333, 0.333333]]]
     """
     ranks, microbatches, rows = weights.shape
+    # row j of a rank belongs to microbatch j % microbatches
+    flat = weights.swapaxes(1, 2).reshape(-1).astype(np.float32)
+    counts = _differentiate(flat, ranks, microbatches)
+    return np.asarray(counts, float).reshape(ranks, rows, microbatches).swapaxes(1, 2)
 
+
+# compiled once for all steps of one shape, where a function made in `measure` would be each time
+@partial(jax.jit, static_argnames=("ranks", "microbatches"))
+def _differentiate(weights: Float[Array, " slots"], ranks: int, microbatches: int) -> Array:
     def loss_fn(params: Array, batch: Batch) -> WeightedSum:
         return weighted_sum(params[batch.data], batch.weights)
 
-    # row j of a rank belongs to microbatch j % microbatches
-    flat = weights.swapaxes(1, 2).reshape(-1)
-    batch = Batch.of(np.arange(flat.size), weights=flat.astype(np.float32))
     gradient = value_and_grad(loss_fn, axis_name="data", microbatches=microbatches)
     mapped = over_ranks(gradient, AbstractMesh((ranks,), ("data",)), engine="vmap")
-    _, counts = jax.jit(mapped)(jnp.zeros(flat.size), batch)
-    return np.asarray(counts, float).reshape(ranks, rows, microbatches).swapaxes(1, 2)
+    slots = jnp.arange(weights.size)
+    return mapped(jnp.zeros(weights.size), Batch.of(slots, weights=weights))[1]
 
 
 def _relative_error(counted: np.ndarray, right: np.ndarray) -> float:
