@@ -73,7 +73,7 @@ def tiny_case() -> dict[str, Any]:
     return {"loss_fn": loss_fn, "params": params, "batch": Batch.of(data, weights=weights)}
 
 
-def checked_case(case: Any) -> dict[str, Any]:
+def check_case(case: Any) -> dict[str, Any]:
     """What a user's function returned, as arguments of `check_gradients`.
 
     Raises:
@@ -142,13 +142,13 @@ def prove(
     options = {"splits": splits, "engines": engines, "microbatches": microbatches, "rtol": rtol}
     given = {name: value for name, value in options.items() if value is not None}
     case = {"splits": default_splits(len(case["batch"].weights)), **case, **given}
-    report, failure = _compared(case)
+    report, failure = _compare(case)
     wrong = {"gradient": mean_of_local_means, "engines": [_CONTROL_ENGINE]}
-    control, _ = _compared({**case, **wrong})
+    control, _ = _compare({**case, **wrong})
     return Proof(report, control, failure)
 
 
-def _compared(case: Mapping[str, Any]) -> tuple[ParityReport, str | None]:
+def _compare(case: Mapping[str, Any]) -> tuple[ParityReport, str | None]:
     try:
         report = check_gradients(**case)
     except ParityError as error:

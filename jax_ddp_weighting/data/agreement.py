@@ -5,7 +5,7 @@ import logging
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting._arguments import check_integer, check_up_to
 from jax_ddp_weighting._errors import JdwError
 from jax_ddp_weighting._version import __version__
 from jax_ddp_weighting.distributed import coordination
@@ -86,14 +86,10 @@ class EpochRecord:
                 "A sampler's is its `plan`."
             )
         rule = "be an integer of at least 0"
-        epoch = check_integer("EpochRecord.of: epoch", epoch, 0, 2**63 - 1, rule)
-        start_step = check_integer(
-            "EpochRecord.of: start_step",
-            start_step,
-            0,
-            plan.steps_per_epoch,
-            f"be in [0, {plan.steps_per_epoch}]",
-            "A later step belongs to the next epoch.",
+        epoch = check_integer("EpochRecord.of: epoch", epoch, 0, 2**63 - 1, rule=rule)
+        remedy = "A later step belongs to the next epoch."
+        start_step = check_up_to(
+            "EpochRecord.of: start_step", start_step, plan.steps_per_epoch, remedy
         )
         if not isinstance(manifest_hash, str):
             raise TypeError(

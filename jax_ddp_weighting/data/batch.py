@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting._arguments import check_at_least, check_weights
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.placement import (
     check_device_values,
@@ -90,12 +90,8 @@ class Batch:
                 "count weighs 0."
             )
         if isinstance(weights, np.ndarray):
-            bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
-            if bad.size:
-                raise ValueError(
-                    "Batch.of: weights must be finite and at least 0, got "
-                    f"{weights[bad[0]]} at row {bad[0]}. A row that is not to count weighs 0."
-                )
+            remedy = "A row that is not to count weighs 0."
+            check_weights("Batch.of: weights", weights, remedy, first=0)
         batch = cls(data, ids, weights)
         # that data are numbers is asked where they go to a device: names may be kept beside them
         check_batch_values(batch, check_not_cut, caller="Batch.of")
@@ -124,25 +120,39 @@ class Batch:
             >>> batch.data.tolist(), batch.ids.tolist(), batch.weights.tolist()
             ([7.0, 8.0, 9.0, 7.0], [0, 1, 2, 0], [1, 1, 1, 0])
         """
-        check_integer(
-            "Batch.padded: multiple", multiple, 1, 2**62, "be at least 1", "1 adds no rows."
-        )
-        extra = -self.weights.shape[0] % multiple
-        if not extra:
-            return self
+        check_at_least("Batch.padded: multiple", multiple, 1, "1 adds no rows.", kind="")
+        rows = self.weights.shape[0]
+        return pad_rows(self, rows + -rows % multiple)
 
-        def fill_up(leaf: Any) -> Any:
-            numpy = jnp if isinstance(leaf, jax.Array) else np
-            return numpy.concatenate([leaf, numpy.repeat(leaf[:1], extra, axis=0)])
 
-        rows = jax.tree.map(fill_up, self)
-        real = np.arange(self.weights.shape[0] + extra) < self.weights.shape[0]
+def pad_rows(batch: Batch, rows: int) -> Batch:
+    """The batch, filled up to so many rows with copies of its first one that weigh nothing.
 
-        def keep_real(weights: Any) -> Any:
-            return weights * real.astype(weights.dtype)
+    Copies rather than zeros: what is finite of a real row is finite of padding too, and 0 times an
+    infinite derivative would be NaN. A batch without rows is filled up with zeros.
+    """
+    found = batch.weights.shape[0]
+    if found >= rows:
+        return batch
 
-        missing = jax.tree.map(keep_real, rows.missing)
-        return Batch(rows.data, rows.ids, keep_real(rows.weights), missing)
+    def repeat_first(leaf: Any) -> Any:
+        numpy = jnp if isinstance(leaf, jax.Array) else np
+        if not found:
+            return numpy.zeros((rows, *leaf.shape[1:]), leaf.dtype)
+        return numpy.concatenate([leaf, numpy.repeat(leaf[:1], rows - found, axis=0)])
+
+    real = np.arange(rows) < found
+
+    def weigh_real_rows(weights: Any) -> Any:
+        weights = repeat_first(weights)
+        return weights * real.astype(weights.dtype)
+
+    return Batch(
+        jax.tree.map(repeat_first, batch.data),
+        repeat_first(batch.ids),
+        weigh_real_rows(batch.weights),
+        jax.tree.map(weigh_real_rows, batch.missing),
+    )
 
 
 MAKE_OR_READ_BATCHES = "Batch.of(data, weights) makes one; batches(plan, ...) yields them."

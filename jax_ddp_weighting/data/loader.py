@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_epoch, check_integer
+from jax_ddp_weighting._arguments import check_at_least, check_epoch, check_up_to
 from jax_ddp_weighting._version import __version__
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.data.opening import Opening
@@ -97,22 +97,9 @@ def batches(
         )
     epoch = check_epoch("batches: epoch", epoch)
     steps = plan.steps_per_epoch
-    start_step = check_integer(
-        "batches: start_step",
-        start_step,
-        0,
-        steps,
-        f"be in [0, {steps}]",
-        "A later step belongs to the next epoch.",
-    )
-    prefetch = check_integer(
-        "batches: prefetch",
-        prefetch,
-        0,
-        2**31,
-        "be an integer of at least 0",
-        "0 fetches without a thread.",
-    )
+    remedy = "A later step belongs to the next epoch."
+    start_step = check_up_to("batches: start_step", start_step, steps, remedy)
+    prefetch = check_at_least("batches: prefetch", prefetch, 0, "0 fetches without a thread.")
     coordination.check_timeout("batches: timeout_s", timeout_s)
     _check_ids_fit(plan)
     # met here and not at the first batch: all processes make their streams in the same order
