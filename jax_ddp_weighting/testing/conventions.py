@@ -259,6 +259,9 @@ def _explain_factor(powers: tuple[int, int]) -> str:
 # --- probes: weights that tell candidates apart ---------------------------------------------------
 
 
+EMPTY_STEP = "the whole step is empty"
+
+
 def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
     """Weights on which the conventions differ, by what is particular about them.
 
@@ -293,6 +296,7 @@ def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
         found["a whole rank or microbatch is empty"] = idle
     found["weights are fractions"] = fractional
     found["the step holds less weight than 1"] = little
+    found[EMPTY_STEP] = np.zeros_like(full)
     return found
 
 
