@@ -131,7 +131,7 @@ def per_example_gradients(
 def _flatten(
     gradient: PyTree, examples: PyTree
 ) -> tuple[list[np.ndarray], list[np.ndarray], float, float]:
-    """Both trees, float64 `[parameters]` and `[examples, parameters]` a leaf, and the eps of each."""
+    """Both trees as float64 leaves `[parameters]` and `[examples, parameters]`, and their eps."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(gradient)
     own, own_structure = jax.tree_util.tree_flatten(examples)
     if structure != own_structure:

@@ -50,7 +50,7 @@ def diagnose(
             does, and returns the gradient it would apply, of the shape of `params`, as one rank
             holds it. `tokens` (integers) and `weights` (floats) are `[num_replicas, microbatches,
             tokens]`; `token_loss(params, tokens)` returns one loss per token, for tokens of any
-            shape, and is differentiable. It is called up to nine times, with the same shapes.
+            shape, and is differentiable. It is called up to ten times, with the same shapes.
         num_replicas: how many ranks the tokens are laid out for.
         microbatches: how many microbatches each rank accumulates.
         rtol: how exactly counts must fit, relative to the largest; about 1e-2 for bfloat16. On the
@@ -122,22 +122,25 @@ def diagnose(
         return _say_unsteady(shown=label, weights=weights, counted=counted)
     # Twice, as both sides are rounded; and what nearly has a name is as noisy as it is far from it.
     allowed = 2 * rtol if found.convention != "unknown" else 2 * max(rtol, NEAR)
-    slopes = _slopes(tokens)
-    proportional, alike = True, True
-    for loss, kind, scale in ((_steep_loss, "steep", 1.0), (_gentle_loss, "gentle", _GENTLE)):
+
+    def counts_of_kind(kind: str) -> tuple[bool, bool, dict[str, Any]]:
+        """Whether counts go with the losses' slopes, whether they are as ever, and their table."""
         where = f"{label} and losses are {kind}"
+        loss, slopes_of = _KINDS[kind]
         again = counts(where, weights, loss, 4 - losses)
-        own = again / (slopes * scale)
-        alike &= deviation(again, counted) <= allowed
-        if proportional and not deviation(own, counted) <= allowed:
-            proportional, table = False, {"shown": where, "weights": weights, "counted": own}
-    if proportional:
+        own = again / slopes_of(tokens)
+        table = {"shown": where, "weights": weights, "counted": own}
+        return deviation(own, counted) <= allowed, deviation(again, counted) <= allowed, table
+
+    steep, gentle = counts_of_kind("steep"), counts_of_kind("gentle")
+    if steep[0] and gentle[0]:
         return found
     if found.convention != "unknown" and is_unsteady():
         return _say_unsteady(shown=label, weights=weights, counted=counted)
-    if alike and found.convention == "unknown":
-        return found  # it ignores its batch or has another gradient, as has been said
-    if alike:
+    # The same gradient of every loss: it never took the loss, or clipped it wherever it was seen.
+    if steep[1] and gentle[1] and counts_of_kind("faint")[1]:
+        if found.convention == "unknown":
+            return found  # it ignores its batch, or has a gradient of its own, as has been said
         return unknown(
             "the same gradient whatever token_loss is: it ignores the loss that it is given",
             advice="Call token_loss(params, tokens) where your code computes its losses, and take "
@@ -150,7 +153,7 @@ def diagnose(
         "clipping, of the whole or of each example, loss scaling, weights made from losses, losses "
         "over several rows.",
         notes=(*found.notes, f"with losses of slope 1 it takes {found.words}."),
-        **table,
+        **(gentle if steep[0] else steep)[2],
     )
 
 
@@ -300,20 +303,38 @@ def _loss(params: Array, tokens: Array) -> Array:
     )
 
 
+def _steep_slopes(tokens: Any) -> Any:
+    # Steep enough for any common clip, of four sizes, and exact in every dtype down to bfloat16.
+    return 16 + 32 * (tokens % 4)
+
+
+def _gentle_slopes(tokens: Any) -> Any:
+    # Below 1, for clips at 1; not far below, as steps that return parameters round them off.
+    return (4 + tokens % 4) / 8
+
+
+def _faint_slopes(tokens: Any) -> Any:
+    return _gentle_slopes(tokens) / 2**10
+
+
 def _steep_loss(params: Array, tokens: Array) -> Array:
-    return _loss(params, tokens) * _slopes(tokens).astype(params.dtype)
-
-
-_GENTLE = 2.0**-10  # the steepest of the gentle losses pass a clip at .11
+    return _loss(params, tokens) * _steep_slopes(tokens).astype(params.dtype)
 
 
 def _gentle_loss(params: Array, tokens: Array) -> Array:
-    return _steep_loss(params, tokens) * _GENTLE
+    return _loss(params, tokens) * _gentle_slopes(tokens).astype(params.dtype)
 
 
-def _slopes(tokens: Any) -> Any:
-    # Steep enough for any common clip, of four sizes, and exact in every dtype down to bfloat16.
-    return 16 + 32 * (tokens % 4)
+def _faint_loss(params: Array, tokens: Array) -> Array:
+    return _loss(params, tokens) * _faint_slopes(tokens).astype(params.dtype)
+
+
+# Functions of their own, rather than closures, so that code on trial may compile by token_loss.
+_KINDS = {
+    "steep": (_steep_loss, _steep_slopes),
+    "gentle": (_gentle_loss, _gentle_slopes),
+    "faint": (_faint_loss, _faint_slopes),
+}
 
 
 def _check_gradient(gradient: Any, shape: tuple[int, ...]) -> np.ndarray:
