@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from jax_ddp_weighting._arguments import check_weights
 from jax_ddp_weighting.evaluation.predictions import dtype_name
 
 
@@ -267,18 +268,9 @@ class _Step:
 
     def _find_accepted(self, weights: np.ndarray, first: int) -> np.ndarray | None:
         """Which rows are accepted; None where all are."""
-        # Two reductions answer for the common case without a mask as long as the rows. Either is
-        # NaN where a weight is, and then fails both comparisons below.
-        least, most = weights.min(), weights.max()
-        if least > 0 and most < np.inf:
-            return None
-        if not (least >= 0 and most < np.inf):
-            bad = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0]
-            raise ValueError(
-                f"{self._caller}: weights must be finite and at least 0, got {weights[bad]} at "
-                f"row {first + bad}{self.where}. A row that is not to count weighs 0."
-            )
-        return weights > 0
+        argument, remedy = f"{self._caller}: weights", "A row that is not to count weighs 0."
+        check_weights(argument, weights, remedy, first=first, where=self.where)
+        return None if weights.min() > 0 else weights > 0
 
     def blocks(self, size: int) -> Iterator[tuple[int, int, Any]]:
         """`(start, stop, kept)` of at most `size` rows each; `kept` indexes the accepted ones."""

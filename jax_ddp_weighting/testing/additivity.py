@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_rtol
-from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.batch import Batch, check_batch
 from jax_ddp_weighting.testing.comparison import (
     LeafDifference,
     ParityError,
@@ -81,11 +81,7 @@ def check_additive(
         Traceback (most recent call last):
         jax_ddp_weighting.testing.comparison.ParityError: check_additive: ... sums do not add up ...
     """
-    if not isinstance(batch, Batch):
-        raise TypeError(
-            f"check_additive: batch must be a Batch, got {type(batch).__name__}. "
-            "Batch.of(data, weights) makes one."
-        )
+    check_batch("check_additive: batch must be a Batch", batch)
     rows = int(np.shape(batch.weights)[0])
     deals = _check_splits(splits, rows)
     if rtol is not None:

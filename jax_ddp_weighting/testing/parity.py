@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_microbatches, check_rtol
-from jax_ddp_weighting.data.batch import Batch, place_batch
+from jax_ddp_weighting.data.batch import Batch, check_batch, place_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.testing.comparison import (
     LeafDifference,
@@ -92,11 +92,7 @@ def check_gradients(
         >>> report.worst.difference < 1e-6
         True
     """
-    if not isinstance(batch, Batch):
-        raise TypeError(
-            f"check_gradients: batch must be a Batch, got {type(batch).__name__}. "
-            "Batch.of(data, weights) makes one."
-        )
+    check_batch("check_gradients: batch must be a Batch", batch)
     deals = _check_splits(splits, int(np.shape(batch.weights)[0]))
     _check_engines(engines)
     microbatches = check_microbatches("check_gradients: microbatches", microbatches)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting._arguments import check_microbatches, check_num_replicas, check_rtol
-from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.batch import Batch, check_batch
 from jax_ddp_weighting.testing.conventions import EMPTY_STEP, deviation, probes
 from jax_ddp_weighting.testing.diagnosis import (
     NEAR,
@@ -220,11 +220,7 @@ def diagnose_step(
         >>> found.convention, found.counted.sum(axis=-1).round(2).tolist()
         ('mean_of_means', [[0.5], [0.5]])
     """
-    if not isinstance(batch, Batch):
-        raise TypeError(
-            f"diagnose_step: batch must be a Batch, got {type(batch).__name__}. "
-            "Batch.of(data, weights) makes one."
-        )
+    check_batch("diagnose_step: batch must be a Batch", batch)
     check_rtol("diagnose_step: rtol", rtol)
     if learning_rate is not None and not (np.isfinite(learning_rate) and learning_rate):
         raise ValueError(
