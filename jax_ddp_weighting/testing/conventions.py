@@ -325,6 +325,12 @@ def deviation(counted: np.ndarray, expected: np.ndarray) -> float:
     return float(gap / size) if size else float(np.inf if gap else 0.0)
 
 
+def round_up(number: float) -> float:
+    """The next number of one digit, a tenth above at least."""
+    digit = 10.0 ** np.floor(np.log10(number))
+    return float(f"{np.ceil(1.1 * number / digit) * digit:.1g}")
+
+
 def find_synonyms(ranks: int, microbatches: int, match: Match) -> list[str]:
     """The other names that say the same as this match, whatever the weights are.
 

@@ -16,6 +16,7 @@ from jax_ddp_weighting.testing.conventions import (
     deviation,
     find_synonyms,
     matches,
+    round_up,
 )
 
 _ADVICE = {
@@ -265,17 +266,11 @@ def _describe_unmatched(
     advice = _ADVICE["unknown"]
     if off < NEAR:
         advice = (
-            f"Allow it rtol={_round_up(off)} if it computes in bfloat16, float16 or with other "
+            f"Allow it rtol={round_up(off)} if it computes in bfloat16, float16 or with other "
             "noise. If not, look for what changes the counts by so little."
         )
     words = "none of the known conventions, or a mixture"
     return unknown(words, advice=advice, notes=notes, **table)
-
-
-def _round_up(number: float) -> float:
-    """The next number of one digit, a tenth above at least."""
-    digit = 10.0 ** np.floor(np.log10(number))
-    return float(f"{np.ceil(1.1 * number / digit) * digit:.1g}")
 
 
 def _find_factor(finite: Mapping[str, Seen], rtol: float) -> float | None:
