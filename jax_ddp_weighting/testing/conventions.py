@@ -134,32 +134,16 @@ SCHEMES = (
         )
     ),
     *(
-        Scheme(convention, words, _mean_of_parts(within, clamped=True, nonempty=nonempty))
-        for convention, words, within, nonempty in (
-            (
-                "mean_of_means",
-                "the mean of all microbatches' means, each divided by 1 at least",
-                _TOKENS,
-                False,
-            ),
+        Scheme(name, f"the mean of {whose} means, each divided by 1 at least", count)
+        for name, whose, count in (
+            ("mean_of_means", "all microbatches'", _mean_of_parts(_TOKENS, clamped=True)),
             (
                 "mean_of_nonempty_means",
-                "the mean of nonempty microbatches' means, each divided by 1 at least",
-                _TOKENS,
-                True,
+                "nonempty microbatches'",
+                _mean_of_parts(_TOKENS, clamped=True, nonempty=True),
             ),
-            (
-                "rank_token_mean",
-                "the mean of the ranks' means, each divided by 1 at least",
-                _RANK,
-                False,
-            ),
-            (
-                "step_token_mean",
-                "the mean of the microbatches' global means, each divided by 1 at least",
-                _STEP,
-                False,
-            ),
+            ("rank_token_mean", "the ranks'", _mean_of_parts(_RANK, clamped=True)),
+            ("step_token_mean", "the microbatches' global", _mean_of_parts(_STEP, clamped=True)),
         )
     ),
     Scheme(
