@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree
 from jax_ddp_weighting.data.batch import Batch, place_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.loss_terms import check_scalars, describe, name_sums
 from jax_ddp_weighting.weighting.sums import WeightedSum
 
 _AHEAD = 8  # steps in flight before the oldest is read
@@ -226,25 +227,12 @@ def _plain(number: Exact) -> int | float:
 
 
 def _named(sums: Any) -> dict[str, WeightedSum]:
-    named = {"loss": sums} if isinstance(sums, WeightedSum) else sums
-    if not (isinstance(named, Mapping) and named) or not all(
-        isinstance(each, WeightedSum) for each in named.values()
-    ):
+    terms = name_sums(sums)
+    if terms is None:
         raise TypeError(
-            f"evaluate: metric_fn must return a dict of WeightedSums, got {_described(sums)}. "
+            f"evaluate: metric_fn must return a dict of WeightedSums, got {describe(sums)}. "
             "Return weighted_sum(values, batch.weights): a mean has lost its denominator, and "
             "batches of unequal weight cannot be averaged any more."
         )
-    for name, each in named.items():
-        if np.shape(each.total) != () or np.shape(each.weight) != ():
-            raise ValueError(
-                f"evaluate: metric_fn must return scalar sums, got total {np.shape(each.total)} "
-                f"and weight {np.shape(each.weight)} for {name!r}. weighted_sum makes them."
-            )
-    return dict(named)
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"a dict of {', '.join(sorted({_described(each) for each in value.values()}))}"
-    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+    check_scalars(terms, returned_by="evaluate: metric_fn", called="")
+    return terms

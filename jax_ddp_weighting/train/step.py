@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,9 +15,8 @@ from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
-from jax_ddp_weighting.weighting.loss_terms import has_gradient, name_terms
-from jax_ddp_weighting.weighting.sums import WeightedSum, weighted_sum
+from jax_ddp_weighting.weighting.gradient import GlobalLoss, GradientOptions, take_gradient
+from jax_ddp_weighting.weighting.loss_terms import has_gradient
 
 STEP_ENGINES = ("shard_map", "jit", "pmap")
 RNG_PER = ("rank", "example")
@@ -114,13 +113,13 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         A function `(params, state, batch, rng) -> (StepReport, gradients, state)` to be compiled;
         in a step without weight the gradients are 0 and the state is the one that came in.
     """
-    factors = options.coefficients or {"loss": 1.0}
-    gradient = value_and_grad(
-        _with_accepted(loss_fn, options.coefficients),
-        axis_name=options.mapped_axis,
-        microbatches=options.microbatches,
-        coefficients={**factors, _ACCEPTED: 0.0},
+    gradient = GradientOptions(
+        loss_fn,
+        options.mapped_axis,
+        options.microbatches,
+        options.coefficients,
         has_state=True,
+        has_accepted=True,
     )
 
     def rank_gradient(replicated: tuple[PyTree, PyTree, Any], batch: Batch) -> Any:
@@ -130,7 +129,7 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
             keys, rng = _example_keys(rng, batch.ids), None
         elif rng is not None and options.mapped_axis is not None:
             rng = jax.random.fold_in(rng, jax.lax.axis_index(options.mapped_axis))
-        return gradient(params, replace(batch, data=(batch.data, keys)), rng, state=state)
+        return take_gradient(gradient, params, batch, rng=rng, row_keys=keys, state=state)
 
     def over_ranks(engine: str) -> Callable[..., Any]:
         return meshes.over_ranks(
@@ -145,35 +144,19 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
             # pmap would return one rank's state for all of them; the types of a checked shard_map
             # tell whether it is the same on every rank.
             jax.eval_shape(over_ranks("shard_map"), *inputs)
-        (loss, new_state), gradients = over_ranks(options.engine)(*inputs)
-        terms = dict(loss.terms)
-        weight = terms.pop(_ACCEPTED).weight
-        pulling = [term.weight > 0 for name, term in terms.items() if has_gradient(factors[name])]
-        skipped = ~((weight != 0) & jnp.any(jnp.stack(pulling)))
-        state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new_state)
-        return StepReport(GlobalLoss(loss.value, terms), weight, skipped), gradients, state
+        found = over_ranks(options.engine)(*inputs)
+        # Both are asked: a batch may have rows whose terms all weigh 0, such as ignored labels, and
+        # a term that is weighed in something else than rows counts for nothing without any.
+        pulling = [
+            term.weight > 0
+            for name, term in found.loss.terms.items()
+            if has_gradient(gradient.factors[name])
+        ]
+        skipped = ~((found.accepted != 0) & jnp.any(jnp.stack(pulling)))
+        state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, found.state)
+        return StepReport(found.loss, found.accepted, skipped), found.gradients, state
 
     return step
-
-
-_ACCEPTED = "\0accepted rows"  # a term of no value whose weight rides along with the others'
-
-
-def _with_accepted(
-    loss_fn: Callable[..., Any], coefficients: Mapping[str, Any] | None
-) -> Callable[..., Any]:
-    def with_accepted(
-        params: PyTree, batch: Batch, *rng: Array, state: PyTree
-    ) -> tuple[dict[str, WeightedSum], PyTree]:
-        data, keys = batch.data
-        batch = replace(batch, data=data)
-        rng = rng if keys is None else (keys,)
-        sums, state = loss_fn(params, batch, *rng, state=state)
-        weight = weighted_sum(jnp.zeros(batch.weights.shape), batch.weights).weight
-        accepted = WeightedSum(jnp.zeros(()), weight)  # zeros summed up would cost a step 1 %
-        return {**name_terms(sums, coefficients), _ACCEPTED: accepted}, state
-
-    return with_accepted
 
 
 def _example_keys(rng: Array, ids: Array) -> Array:
