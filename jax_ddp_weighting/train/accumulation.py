@@ -310,10 +310,11 @@ def _make_refusal(name: str) -> Callable[..., Any]:
 
 def counts_windows(opt_state: PyTree) -> bool:
     """Whether the optimizer accumulates over calls, so that a call without weight has its place."""
-    return any(map(_is_window, jax.tree.leaves(opt_state, is_leaf=_is_window)))
+    return any(map(is_window, jax.tree.leaves(opt_state, is_leaf=is_window)))
 
 
-def _is_window(node: Any) -> bool:
+def is_window(node: Any) -> bool:
+    """Whether the node of an optimizer's state is a window's."""
     return isinstance(node, WeightedMultiStepsState)
 
 
