@@ -243,6 +243,9 @@ def _explain_factor(powers: tuple[int, int]) -> str:
 # --- probes: weights that tell candidates apart ---------------------------------------------------
 
 
+EMPTY_STEP = "the whole step is empty"
+
+
 def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
     """Weights on which the conventions differ, by what is particular about them.
 
@@ -277,6 +280,7 @@ def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
         found["a whole rank or microbatch is empty"] = idle
     found["weights are fractions"] = fractional
     found["the step holds less weight than 1"] = little
+    found[EMPTY_STEP] = np.zeros_like(full)
     return found
 
 
@@ -303,6 +307,12 @@ def deviation(counted: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference, relative to the largest expected count."""
     gap, size = np.max(np.abs(counted - expected)), np.max(np.abs(expected))
     return float(gap / size) if size else float(np.inf if gap else 0.0)
+
+
+def round_up(number: float) -> float:
+    """The next number of one digit, a tenth above at least."""
+    digit = 10.0 ** np.floor(np.log10(number))
+    return float(f"{np.ceil(1.1 * number / digit) * digit:.1g}")
 
 
 def find_synonyms(ranks: int, microbatches: int, match: Match) -> list[str]:
