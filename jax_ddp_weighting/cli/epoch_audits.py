@@ -81,15 +81,13 @@ def audit_epochs(
         )
     audited: list[AuditedEpoch] = []
     for epoch in range(epochs):
-        audit, order = _walked(plan, epoch, advance)
+        audit, order = _walk(plan, epoch, advance)
         new_order = order != audited[-1].order if audited else None
         audited.append(AuditedEpoch(audit, order, new_order))
     return audited
 
 
-def _walked(
-    plan: EpochPlan, epoch: int, advance: Callable[[int], object]
-) -> tuple[EpochAudit, str]:
+def _walk(plan: EpochPlan, epoch: int, advance: Callable[[int], object]) -> tuple[EpochAudit, str]:
     ledger = Ledger(plan.num_examples, epoch=epoch)
     digest = hashlib.blake2b(digest_size=16)
     per_rank = []

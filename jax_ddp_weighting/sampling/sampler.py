@@ -19,7 +19,7 @@ from jax_ddp_weighting._arguments import (
     check_rank,
     check_up_to,
 )
-from jax_ddp_weighting.sampling import adapters as views
+from jax_ddp_weighting.sampling import adapters
 from jax_ddp_weighting.sampling.order import GivenOrder
 from jax_ddp_weighting.sampling.plan import EpochPlan, Order, Tail
 
@@ -286,23 +286,23 @@ class DistributedSampler:
         """The ids that the next pass yields, as one int64 array."""
         return self._find_plan().slots(self.epoch, self.rank, stop=len(self)).ids
 
-    def source(self, num_epochs: int | None = 1) -> views.RankIndices:
+    def source(self, num_epochs: int | None = 1) -> adapters.RankIndices:
         """The ids of this and the following epochs as a source: ``grain.MapDataset.source(...)``.
 
         Args:
             num_epochs: how many epochs, the rest of one that was loaded among them; without end
                 where it is None.
         """
-        return views.RankIndices(self._find_plan(), self.rank, num_epochs, self.epoch)
+        return adapters.RankIndices(self._find_plan(), self.rank, num_epochs, self.epoch)
 
-    def grain_sampler(self, num_epochs: int | None = 1) -> views.GrainSampler:
+    def grain_sampler(self, num_epochs: int | None = 1) -> adapters.GrainSampler:
         """The ids of this and the following epochs as the `sampler=` of a grain DataLoader.
 
         Args:
             num_epochs: how many epochs, the rest of one that was loaded among them; without end
                 where it is None.
         """
-        return views.GrainSampler(self.source(num_epochs))
+        return adapters.GrainSampler(self.source(num_epochs))
 
     def torch_sampler(self) -> Any:
         """This sampler as an instance of ``torch.utils.data.DistributedSampler``.
@@ -310,7 +310,7 @@ class DistributedSampler:
         torch's DataLoader takes the sampler as it is. Trainers that shard everything that is not of
         torch's class need the view.
         """
-        return views.torch_sampler(self)
+        return adapters.torch_sampler(self)
 
     def __repr__(self) -> str:
         plan = ", ".join(f"{name}={value!r}" for name, value in self.plan.fingerprint.items())
