@@ -60,7 +60,7 @@ def audit_epochs(
         >>> first.audit.accepted, first.audit.num_duplicated, second.new_order
         (12, 2, True)
     """
-    epochs = check_integer("audit: epochs", epochs, 1, _EPOCHS, f"be an integer in [1, {_EPOCHS}]")
+    epochs = check_integer("audit: epochs", epochs, 1, _EPOCHS)
     if plan.num_replicas * epochs > RANKS:
         raise ValueError(
             f"audit: ranks of all epochs must be at most {RANKS:,}, got"

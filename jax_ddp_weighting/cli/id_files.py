@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Integer, Num
 
-from jax_ddp_weighting._arguments import list_some
+from jax_ddp_weighting._arguments import check_weights, list_some
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npz")
@@ -98,12 +98,8 @@ def read_weights(path: Path, *, column: str | None = None) -> Float64[np.ndarray
             " every other slot what it counts."
         )
     weights = weights.astype(np.float64)
-    wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
-    if wrong.size:
-        raise ValueError(
-            f"{path}: weights must be finite and at least 0, got {weights[wrong[0]]:g} at row"
-            f" {wrong[0]}. What is not to count weighs 0."
-        )
+    remedy = "What is not to count weighs 0."
+    check_weights(f"{path}: weights", weights, remedy, first=0, show="g")
     return weights
 
 

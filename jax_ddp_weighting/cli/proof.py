@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import PyTree
 
-from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.batch import Batch, check_batch
 from jax_ddp_weighting.testing.comparison import ParityError, ParityReport
 from jax_ddp_weighting.testing.parity import check_gradients
 from jax_ddp_weighting.weighting.gradient import GlobalLoss
@@ -87,11 +87,7 @@ def check_case(case: Any) -> dict[str, Any]:
             "parity: target must return loss_fn, params and batch, as a tuple or a dict, got"
             f" {got}. Further keys are arguments of check_gradients."
         )
-    if not isinstance(case["batch"], Batch):
-        raise ValueError(
-            "parity: batch of the target must be a Batch, got"
-            f" {type(case['batch']).__name__}. Batch.of(data, weights) makes one."
-        )
+    check_batch("parity: batch of the target must be a Batch", case["batch"])
     weights = np.asarray(case["batch"].weights)
     if not (weights > 0).any():
         raise ValueError(
