@@ -48,6 +48,7 @@ def force_cpu_devices(num_devices: int) -> None:
     argument, remedy = "force_cpu_devices: num_devices", "One device is JAX's own default."
     num_devices = check_integer(argument, num_devices, 1, 2**20, remedy, rule="be at least 1")
     try:
+        # not XLA_FLAGS: this config overrides them without a word
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
         found = jax.local_devices()
@@ -96,6 +97,7 @@ def data_mesh(
             f"data_mesh: {wanted} devices wanted on {platform}, {len(found)} found. "
             f"Call force_cpu_devices({wanted}) before the first JAX operation."
         )
+    # make_mesh takes the first devices of the process unless it is told which
     return jax.make_mesh(
         (wanted,), (axis_name,), axis_types=(AxisType.Auto,), devices=found[:wanted]
     )
@@ -142,6 +144,7 @@ def place(tree: T, sharding: NamedSharding) -> T:
     """
 
     def lies_there(leaf: Any) -> bool:
+        # any sharding on the mesh will do: a parameter sharded on purpose stays sharded
         current = getattr(leaf, "sharding", None)
         return isinstance(current, NamedSharding) and current.mesh == sharding.mesh
 
@@ -169,7 +172,7 @@ def axis_size(axis_name: AxisName, *, caller: str) -> int:
     """
     try:
         return jax.lax.axis_size(axis_name)
-    except NameError:
+    except NameError:  # JAX's own words for an axis that nobody has mapped
         raise ValueError(
             f"{caller}: axis_name must be an axis mapped here, got {axis_name!r}. Call it inside "
             "shard_map, pmap or vmap over that axis; under plain jit leave axis_name=None."
@@ -221,6 +224,7 @@ def _vary_over(value: Any, *, axes: frozenset[str]) -> Any:
 
 def _varying(value: Any) -> frozenset[str]:
     kind: Any = jax.typeof(value)
+    # where JAX keeps it has moved: `vma` up to 0.9
     return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
 
 
@@ -263,6 +267,7 @@ def over_ranks(
             mesh=mesh,
             in_specs=(PartitionSpec(), PartitionSpec(axis_name)),
             out_specs=PartitionSpec(),
+            # other axes of the mesh stay automatic, so that parameters may be sharded over them
             axis_names=set(_names(axis_name)),
             check_vma=engine == "shard_map",
         )
@@ -279,6 +284,7 @@ def over_ranks(
         )
     elif engine == "vmap":
         mapped = fn
+        # the innermost vmap takes the last leading axis, so the last name is mapped first
         for name in reversed(names):
             mapped = jax.vmap(mapped, in_axes=(None, 0), out_axes=None, axis_name=name)
     else:

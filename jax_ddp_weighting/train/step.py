@@ -2,22 +2,20 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jax_ddp_weighting._arguments import check_at_least
-from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch
+from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch, check_is_global
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
-from jax_ddp_weighting.weighting.loss_terms import has_gradient, name_terms
-from jax_ddp_weighting.weighting.sums import WeightedSum, weighted_sum
+from jax_ddp_weighting.weighting.gradient import GlobalLoss, GradientOptions, take_gradient
+from jax_ddp_weighting.weighting.loss_terms import has_gradient
 
 STEP_ENGINES = ("shard_map", "jit", "pmap")
 RNG_PER = ("rank", "example")
@@ -31,13 +29,19 @@ class StepReport:
     Attributes:
         loss: the global loss and its terms.
         weight: the accepted weight of the batch, summed over all ranks.
-        skipped: whether nothing was applied, because nothing in the step that pulls on the
-            parameters had any weight.
+        skipped: whether the batch had no weight: nothing in it that pulls on the parameters counts.
+        stepped: whether the optimizer applied an update in this call: where the batch was not
+            skipped (and `optax.apply_if_finite`, if it is there, let the update pass); under
+            `weighted_multi_steps` where a window of any weight closed, be it on a skipped batch.
+        grad_norm: the norm of the global gradient before the optimizer, float32 at least, if the
+            step was made with `grad_norm=True`; else None.
     """
 
     loss: GlobalLoss
     weight: Array
     skipped: Bool[Array, ""]
+    stepped: Bool[Array, ""]
+    grad_norm: Float[Array, ""] | None = None
 
     @property
     def means(self) -> dict[str, Array]:
@@ -108,13 +112,13 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         A function `(params, state, batch, rng) -> (StepReport, gradients, state)` to be compiled;
         in a step without weight the gradients are 0 and the state is the one that came in.
     """
-    factors = options.coefficients or {"loss": 1.0}
-    gradient = value_and_grad(
-        _with_accepted(loss_fn, options.coefficients),
-        axis_name=options.mapped_axis,
-        microbatches=options.microbatches,
-        coefficients={**factors, _ACCEPTED: 0.0},
+    gradient = GradientOptions(
+        loss_fn,
+        options.mapped_axis,
+        options.microbatches,
+        options.coefficients,
         has_state=True,
+        has_accepted=True,
     )
 
     def rank_gradient(replicated: tuple[PyTree, PyTree, Any], batch: Batch) -> Any:
@@ -124,7 +128,7 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
             keys, rng = _example_keys(rng, batch.ids), None
         elif rng is not None and options.mapped_axis is not None:
             rng = jax.random.fold_in(rng, jax.lax.axis_index(options.mapped_axis))
-        return gradient(params, replace(batch, data=(batch.data, keys)), rng, state=state)
+        return take_gradient(gradient, params, batch, rng=rng, row_keys=keys, state=state)
 
     def over_ranks(engine: str) -> Callable[..., Any]:
         return meshes.over_ranks(
@@ -139,35 +143,20 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
             # pmap would return one rank's state for all of them; the types of a checked shard_map
             # tell whether it is the same on every rank.
             jax.eval_shape(over_ranks("shard_map"), *inputs)
-        (loss, new_state), gradients = over_ranks(options.engine)(*inputs)
-        terms = dict(loss.terms)
-        weight = terms.pop(_ACCEPTED).weight
-        pulling = [term.weight > 0 for name, term in terms.items() if has_gradient(factors[name])]
-        skipped = ~((weight != 0) & jnp.any(jnp.stack(pulling)))
-        state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new_state)
-        return StepReport(GlobalLoss(loss.value, terms), weight, skipped), gradients, state
+        found = over_ranks(options.engine)(*inputs)
+        # Both are asked: a batch may have rows whose terms all weigh 0, such as ignored labels, and
+        # a term that is weighed in something else than rows counts for nothing without any.
+        pulling = [
+            term.weight > 0
+            for name, term in found.loss.terms.items()
+            if has_gradient(gradient.factors[name])
+        ]
+        skipped = ~((found.accepted != 0) & jnp.any(jnp.stack(pulling)))
+        state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, found.state)
+        report = StepReport(found.loss, found.accepted, skipped, ~skipped)
+        return report, found.gradients, state
 
     return step
-
-
-_ACCEPTED = "\0accepted rows"  # a term of no value whose weight rides along with the others'
-
-
-def _with_accepted(
-    loss_fn: Callable[..., Any], coefficients: Mapping[str, Any] | None
-) -> Callable[..., Any]:
-    def with_accepted(
-        params: PyTree, batch: Batch, *rng: Array, state: PyTree
-    ) -> tuple[dict[str, WeightedSum], PyTree]:
-        data, keys = batch.data
-        batch = replace(batch, data=data)
-        rng = rng if keys is None else (keys,)
-        sums, state = loss_fn(params, batch, *rng, state=state)
-        weight = weighted_sum(jnp.zeros(batch.weights.shape), batch.weights).weight
-        accepted = WeightedSum(jnp.zeros(()), weight)  # zeros summed up would cost a step 1 %
-        return {**name_terms(sums, coefficients), _ACCEPTED: accepted}, state
-
-    return with_accepted
 
 
 def _example_keys(rng: Array, ids: Array) -> Array:
@@ -178,15 +167,6 @@ def _example_keys(rng: Array, ids: Array) -> Array:
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     high = fold(rng, words[0].astype(jnp.uint32))
     return jax.vmap(jax.random.fold_in)(high, words[1].astype(jnp.uint32))
-
-
-def check_optimizer_args(tx: Any, extra: Mapping[str, Any]) -> None:
-    """Raises `TypeError` if the optimizer would not be given what the step was given for it."""
-    if extra and not isinstance(tx, optax.GradientTransformationExtraArgs):
-        raise TypeError(
-            f"train step: optimizer must take extra arguments to be given {sorted(extra)}, got "
-            f"{type(tx).__name__}. weighted_multi_steps, for one, takes flush."
-        )
 
 
 def check_takes(caller: str, loss_fn: Callable[..., Any], names: str, count: int) -> None:
@@ -210,6 +190,7 @@ def check_call(batch: Any, rng: Any, options: StepOptions) -> None:
 
 def _check_batch(batch: Any, options: StepOptions) -> None:
     check_batch("train step: batch must be a Batch", batch, MAKE_OR_READ_BATCHES)
+    check_is_global(batch, options.mesh, caller="train step")
     rows, ranks = batch.weights.shape[0], options.ranks
     if rows % ranks:
         raise ValueError(

@@ -12,7 +12,7 @@ are summed over the ranks once.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,21 @@ from jaxtyping import Array, PyTree, Scalar
 from jax_ddp_weighting._arguments import check_microbatches
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import (
     LossFn,
+    StepWeights,
     add_missing,
     check_state,
     describe,
     has_gradient,
-    missing_weights,
     name_terms,
+    row_weights,
     unpack,
 )
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
+
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -114,9 +118,6 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
     return share * ranks
 
 
-Totals = dict[str, Array]
-
-
 def value_and_grad(
     loss_fn: LossFn,
     *,
@@ -181,119 +182,288 @@ def value_and_grad(
         >>> round(float(loss.value), 4), round(float(gradient), 4)
         (4.6667, 2.3333)
     """
-    microbatches = check_microbatches("value_and_grad: microbatches", microbatches)
+    options = GradientOptions(
+        loss_fn, axis_name, microbatches, coefficients, has_aux=has_aux, has_state=has_state
+    )
 
     def global_value_and_grad(
         params: PyTree, batch: PyTree, rng: Array | None = None, *, state: PyTree = None
     ) -> tuple[Any, PyTree]:
-        params = jax.tree_util.tree_map_with_path(_parameter, params)
-        if axis_name is not None:
-            mesh.axis_size(axis_name, caller="value_and_grad")
-            params = mesh.vary(params, axis_name)
-
-        factors = coefficients if coefficients is not None else {"loss": 1.0}
-
-        def sums_of(params: PyTree, k: Any, state: PyTree) -> tuple[Totals, Any]:
-            """The totals to pull back, beside what no gradient flows through."""
-            args = (_microbatch(batch, k, microbatches),)
-            if rng is not None:
-                args += (rng if microbatches == 1 else jax.random.fold_in(rng, k),)
-            if has_state:
-                out = loss_fn(params, *args, state=state)
-                sums, new_state, *aux = unpack(out, "state", *["aux"] * has_aux)
-                state = check_state(state, new_state, axis_name)
-            else:
-                out = loss_fn(params, *args)
-                sums, *aux = unpack(out, "aux") if has_aux else (out,)
-            sums = jax.tree.map(jnp.asarray, name_terms(sums, coefficients))
-            present = missing_weights(args[0])
-            if axis_name is not None:
-                # Also what is the same on every rank, so that it is pulled back from every rank.
-                sums, present = mesh.vary((sums, present), axis_name)
-            pulled, metrics = {}, {}
-            for name, each in sums.items():
-                pulls = has_gradient(factors[name]) and jnp.issubdtype(
-                    each.total.dtype, jnp.inexact
-                )
-                (pulled if pulls else metrics)[name] = each.total
-            weights = {name: each.weight for name, each in sums.items()} | present
-            return pulled, (metrics, weights, state, aux)
-
-        def of_step(weights: Totals) -> Totals:
-            return add_missing(_psum_scalars(weights, axis_name), coefficients)
-
-        def gradients_of(
-            k: Any, state: PyTree, weights_of: Callable[[Totals], Totals]
-        ) -> tuple[PyTree, Totals, Totals, PyTree, list[Any]]:
-            pulled, pull, (metrics, weights, state, aux) = jax.vjp(
-                lambda params: sums_of(params, k, state), params, has_aux=True
-            )
-            weights = weights_of(weights)
-            cotangents = {
-                name: _like(divide(jnp.asarray(factors[name], total.dtype), weights[name]), total)
-                for name, total in pulled.items()
-            }
-            return pull(cotangents)[0], {**pulled, **metrics}, weights, state, aux
-
-        if microbatches == 1:
-            gradients, totals, weights, state, aux = gradients_of(0, state, of_step)
-        else:
-            steps = jnp.arange(microbatches)
-
-            def weights_at(carry: None, k: Array) -> tuple[None, Totals]:
-                _, (_, weights, _, _) = sums_of(params, k, state)
-                return carry, weights
-
-            _, weights = lax.scan(weights_at, None, steps)
-            weights = of_step(jax.tree.map(jnp.sum, weights))
-
-            def accumulated(carry: tuple[PyTree, PyTree], k: Array) -> tuple[Any, Any]:
-                gradients, state = carry
-                added, totals, _, state, aux = gradients_of(k, state, lambda _: weights)
-                gradients = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, added)
-                return (gradients, state), (totals, aux)
-
-            (gradients, state), (totals, aux) = lax.scan(
-                accumulated, (jax.tree.map(_zeros_like, params), state), steps
-            )
-            totals = jax.tree.map(jnp.sum, totals)
-            gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
-
-        totals = _psum_scalars(totals, axis_name)
-        if axis_name is not None:
-            gradients = lax.psum(gradients, axis_name)
-        terms = {name: WeightedSum(totals[name], weights[name]) for name in weights}
-        counted = [
-            factors[name] * terms[name].mean() for name in terms if has_gradient(factors[name])
-        ]
-        value = sum(counted, start=jnp.zeros(()))
-        loss = GlobalLoss(value, terms)
-        extras = [state] * has_state + aux
-        return ((loss, *extras) if extras else loss), gradients
+        found = take_gradient(options, params, batch, rng=rng, state=state)
+        extras = [found.state] * has_state + found.aux
+        return ((found.loss, *extras) if extras else found.loss), found.gradients
 
     return global_value_and_grad
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """What a gradient is taken of, and how: the arguments of `value_and_grad`, checked.
+
+    Attributes:
+        loss_fn: the loss function.
+        axis_name: the mapped data axis; None for the global view.
+        microbatches: how many microbatches the rows are split into.
+        coefficients: one factor per term, or None for a loss of one term.
+        has_aux: whether `loss_fn` returns auxiliary output.
+        has_state: whether it takes and returns a state.
+        has_accepted: whether the weight of the batch's rows is summed too, as a training step asks.
+    """
+
+    loss_fn: LossFn
+    axis_name: AxisName | None = None
+    microbatches: int = 1
+    coefficients: Mapping[str, Any] | None = None
+    has_aux: bool = False
+    has_state: bool = False
+    has_accepted: bool = False
+
+    def __post_init__(self) -> None:
+        checked = check_microbatches("value_and_grad: microbatches", self.microbatches)
+        object.__setattr__(self, "microbatches", checked)
+
+    @property
+    def factors(self) -> Mapping[str, Any]:
+        """One factor per term, also where there is only one."""
+        return {"loss": 1.0} if self.coefficients is None else self.coefficients
+
+
+class StepGradient(NamedTuple):
+    """What a whole step comes to, over all ranks and microbatches.
+
+    Attributes:
+        loss: the global loss and its terms.
+        gradients: of the global mean, as the parameters are.
+        accepted: the weight of the batch's rows, if it was asked for.
+        state: what the model keeps; None where it has no state.
+        aux: a list of the rank's auxiliary output, or empty.
+    """
+
+    loss: GlobalLoss
+    gradients: PyTree
+    accepted: Array | None
+    state: PyTree
+    aux: list[Any]
+
+
+def take_gradient(
+    options: GradientOptions,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    rng: Array | None = None,
+    row_keys: Array | None = None,
+    state: PyTree = None,
+) -> StepGradient:
+    """The gradient of a step; what `value_and_grad` and every training step are made of.
+
+    Args:
+        options: what it is taken of, and how.
+        params: parameters, floats; the same on every rank.
+        batch: the rank's rows.
+        rng: one key, which is folded with the microbatch's number.
+        row_keys: keys `[rows]` in place of it, which go where their rows go.
+        state: what the model keeps beside its parameters.
+    """
+    axis_name = options.axis_name
+    params = jax.tree_util.tree_map_with_path(_parameter, params)
+    if axis_name is not None:
+        mesh.axis_size(axis_name, caller="value_and_grad")
+        # Local parameters: else a checked shard_map sums their gradient by itself, and does so
+        # inside the loop, at every microbatch.
+        params = mesh.vary(params, axis_name)
+    rows = Rows(batch, rng, row_keys)
+    take = pull_back if options.microbatches == 1 else _accumulate
+    found = take(options, params, rows, state)
+    totals, gradients = _psum_scalars(found.totals, axis_name), found.gradients
+    if axis_name is not None:
+        gradients = lax.psum(gradients, axis_name)
+    terms = {name: WeightedSum(totals[name], found.weights[name]) for name in found.weights}
+    loss = GlobalLoss(_combine(terms, options.factors), terms)
+    return StepGradient(loss, gradients, found.accepted, found.state, found.aux)
+
+
+def _combine(terms: dict[str, WeightedSum], factors: Mapping[str, Any]) -> Array:
+    # a metric is left out, not multiplied by 0: its mean may be NaN
+    pulling = [name for name in terms if has_gradient(factors[name])]
+    return sum((factors[name] * terms[name].mean() for name in pulling), start=jnp.zeros(()))
+
+
+class Rows(NamedTuple):
+    """A rank's rows, and what is random about them.
+
+    Attributes:
+        batch: a pytree of arrays `[rows, ...]`.
+        rng: one key for all rows, or None.
+        keys: a key per row, or None.
+    """
+
+    batch: PyTree
+    rng: Array | None
+    keys: Array | None
+
+
+def take_microbatch(rows: Rows, k: Any, microbatches: int) -> Rows:
+    """The rows of microbatch `k`; all of them, and the rng as it is, where there is one."""
+    if microbatches == 1:
+        return rows
+    rng = None if rows.rng is None else jax.random.fold_in(rows.rng, k)
+    split = [_take_rows(tree, k, microbatches) for tree in (rows.batch, rows.keys)]
+    return Rows(split[0], rng, split[1])
+
+
+class Sums(NamedTuple):
+    """What one microbatch's loss comes to on one rank, nothing divided yet.
+
+    Attributes:
+        metrics: totals that pull nothing, by the names of their terms.
+        weights: what is summed over the step.
+        state: the model's new state.
+        aux: a list of the auxiliary output, or empty.
+    """
+
+    metrics: dict[str, Array]
+    weights: StepWeights
+    state: PyTree
+    aux: list[Any]
+
+
+def call_loss(
+    options: GradientOptions, params: PyTree, rows: Rows, state: PyTree
+) -> tuple[dict[str, Array], Sums]:
+    """The totals to pull back, beside what no gradient flows through: a function for `jax.vjp`."""
+    keys = rows.rng if rows.keys is None else rows.keys
+    args = (rows.batch,) if keys is None else (rows.batch, keys)
+    if options.has_state:
+        out = options.loss_fn(params, *args, state=state)
+        sums, new_state, *aux = unpack(out, "state", *["aux"] * options.has_aux)
+        state = check_state(state, new_state, options.axis_name)
+    else:
+        out = options.loss_fn(params, *args)
+        sums, *aux = unpack(out, "aux") if options.has_aux else (out,)
+    terms = jax.tree.map(jnp.asarray, name_terms(sums, options.coefficients))
+    weights = row_weights(rows.batch, accepted=options.has_accepted)
+    weights = weights._replace(terms={name: each.weight for name, each in terms.items()})
+    totals = {name: each.total for name, each in terms.items()}
+    if options.axis_name is not None:
+        # Also what is the same on every rank, so that it is pulled back from every rank.
+        totals, weights = mesh.vary((totals, weights), options.axis_name)
+    pulled = {name for name in totals if _pulls(totals[name], options.factors[name])}
+    metrics = {name: totals[name] for name in totals if name not in pulled}
+    return {name: totals[name] for name in totals if name in pulled}, Sums(
+        metrics, weights, state, aux
+    )
+
+
+def _pulls(total: Array, factor: Any) -> bool:
+    return has_gradient(factor) and jnp.issubdtype(total.dtype, jnp.inexact)
+
+
+def sum_over_ranks(options: GradientOptions, weights: StepWeights) -> StepWeights:
+    """The weights of the whole step, those of missing ranks counted in."""
+    weights = _psum_scalars(weights, options.axis_name)
+    return weights._replace(terms=add_missing(weights, options.coefficients))
+
+
+class Pulled(NamedTuple):
+    """What pulling one microbatch, or all of them, back to the parameters has given.
+
+    Attributes:
+        gradients: the rank's own share of the gradient of the global mean.
+        totals: the rank's own totals, by term.
+        weights: the terms' weights over the whole step, all ranks.
+        accepted: the weight of all ranks' rows, if it was asked for.
+        state: the model's new state.
+        aux: a list of the auxiliary output, or empty.
+    """
+
+    gradients: PyTree
+    totals: dict[str, Array]
+    weights: dict[str, Array]
+    accepted: Array | None
+    state: PyTree
+    aux: list[Any]
+
+
+def pull_back(
+    options: GradientOptions,
+    params: PyTree,
+    rows: Rows,
+    state: PyTree,
+    weights: StepWeights | None = None,
+) -> Pulled:
+    """One microbatch's gradient, each total divided by the weight of the whole step.
+
+    Dividing what is pulled back, and not the gradients, costs one scalar per term.
+
+    Args:
+        options: what it is taken of, and how.
+        params: parameters that are local to the rank.
+        rows: the microbatch.
+        state: the model's state before it.
+        weights: those of the whole step, where the rows are not all of it.
+    """
+    totals, pull, sums = jax.vjp(
+        lambda params: call_loss(options, params, rows, state), params, has_aux=True
+    )
+    weights = sum_over_ranks(options, sums.weights) if weights is None else weights
+    cotangents = {
+        name: _like(
+            divide(jnp.asarray(options.factors[name], total.dtype), weights.terms[name]), total
+        )
+        for name, total in totals.items()
+    }
+    gradients = pull(cotangents)[0]
+    everything = {**totals, **sums.metrics}
+    return Pulled(gradients, everything, weights.terms, weights.accepted, sums.state, sums.aux)
+
+
+def _accumulate(options: GradientOptions, params: PyTree, rows: Rows, state: PyTree) -> Pulled:
+    """The same of several microbatches: their weights first, then one gradient after the other."""
+    numbers = jnp.arange(options.microbatches)
+
+    def microbatch(k: Array) -> Rows:
+        return take_microbatch(rows, k, options.microbatches)
+
+    def weights_at(carry: None, k: Array) -> tuple[None, StepWeights]:
+        _, sums = call_loss(options, params, microbatch(k), state)
+        return carry, sums.weights
+
+    _, weights = lax.scan(weights_at, None, numbers)
+    weights = sum_over_ranks(options, jax.tree.map(jnp.sum, weights))
+
+    def add(carry: tuple[PyTree, PyTree], k: Array) -> tuple[Any, Any]:
+        gradients, state = carry
+        found = pull_back(options, params, microbatch(k), state, weights)
+        gradients = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, found.gradients)
+        return (gradients, found.state), (found.totals, found.aux)
+
+    # in float32 at least: small gradients vanish in a bfloat16 sum
+    zeros = jax.tree.map(_zeros_like, params)
+    (gradients, state), (totals, aux) = lax.scan(add, (zeros, state), numbers)
+    gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
+    totals = jax.tree.map(jnp.sum, totals)
+    return Pulled(gradients, totals, weights.terms, weights.accepted, state, aux)
 
 
 def _like(value: Array, model: Array) -> Array:
     return mesh.vary_like(value.astype(model.dtype), model)
 
 
-def _psum_scalars(scalars: Totals, axis_name: AxisName | None) -> Totals:
+def _psum_scalars(scalars: T, axis_name: AxisName | None) -> T:
     """Sums each over the ranks, with one all-reduce per dtype instead of one per scalar."""
     if axis_name is None:
         return scalars
-    summed: Totals = {}
-    for dtype in sorted({each.dtype for each in scalars.values()}, key=str):
-        names = [name for name in scalars if scalars[name].dtype == dtype]
-        total = lax.psum(jnp.stack([scalars[name] for name in names]), axis_name)
-        summed |= {name: total[i] for i, name in enumerate(names)}
-    return {name: summed[name] for name in scalars}
+    leaves, structure = jax.tree.flatten(scalars)
+    for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
+        places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        summed = lax.psum(jnp.stack([leaves[i] for i in places]), axis_name)
+        for i, place in enumerate(places):
+            leaves[place] = summed[i]
+    return structure.unflatten(leaves)
 
 
-def _microbatch(batch: PyTree, k: Any, microbatches: int) -> PyTree:
-    if microbatches == 1:
-        return batch
-
+def _take_rows(batch: PyTree, k: Any, microbatches: int) -> PyTree:
     def rows(path: Any, leaf: Array) -> Array:
         shape = jnp.shape(leaf)
         if not shape or shape[0] % microbatches:
@@ -310,7 +480,7 @@ def _microbatch(batch: PyTree, k: Any, microbatches: int) -> PyTree:
 
 
 def _zeros_like(leaf: Array) -> Array:
-    return mesh.zeros_like(leaf, jnp.promote_types(jnp.float32, leaf.dtype))
+    return mesh.zeros_like(leaf, widen(jnp.float32, leaf.dtype))
 
 
 def _parameter(path: Any, leaf: Any) -> Array:

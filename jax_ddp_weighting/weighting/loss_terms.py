@@ -1,7 +1,7 @@
 """What a loss function returns: one sum or several by name, and what its model keeps."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,84 +10,113 @@ from jaxtyping import Array, PyTree
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.sums import WeightedSum, divide
+from jax_ddp_weighting.weighting.sums import WeightedSum, divide, weighted_sum
 
 LossFn = Callable[..., Any]
 """`(params, batch) -> WeightedSum`, or a dict of them; with `rng` as a third argument if one is
 given; paired with auxiliary output if `has_aux`."""
 
 
+def name_sums(sums: Any) -> dict[str, WeightedSum] | None:
+    """Sums by name, a single one as `"loss"`; None for whatever else somebody returned."""
+    if isinstance(sums, WeightedSum):
+        return {"loss": sums}
+    if isinstance(sums, Mapping) and sums:
+        return dict(sums) if all(isinstance(s, WeightedSum) for s in sums.values()) else None
+    return None
+
+
+def check_scalars(
+    terms: Mapping[str, WeightedSum], *, returned_by: str, called: str = "term "
+) -> None:
+    """Raises `ValueError` unless every sum is one of scalars; the others speak in the error."""
+    for name, each in terms.items():
+        if jnp.shape(each.total) != () or jnp.shape(each.weight) != ():
+            raise ValueError(
+                f"{returned_by} must return scalar sums, got total {jnp.shape(each.total)} and "
+                f"weight {jnp.shape(each.weight)} for {called}{name!r}. weighted_sum makes them."
+            )
+
+
 def name_terms(
     sums: Any, coefficients: Mapping[str, Any] | None, *, caller: str = "value_and_grad"
 ) -> dict[str, WeightedSum]:
     """What a loss function returned, as terms by name, each of which has a coefficient."""
-    if isinstance(sums, WeightedSum):
-        named = {"loss": sums}
+    terms = name_sums(sums)
+    if terms is None:
+        raise TypeError(
+            f"{caller}: loss_fn must return a WeightedSum or a dict of them, got "
+            f"{describe(sums)}. Return weighted_sum(losses, weights): a mean has lost its "
+            "denominator, and ranks of unequal weight cannot be averaged any more."
+        )
+    if isinstance(sums, WeightedSum):  # which needs no coefficient, and may be given its own
         if coefficients is not None and set(coefficients) != {"loss"}:
             raise ValueError(
                 f"{caller}: coefficients must name the terms of loss_fn, got "
                 f"{sorted(coefficients)} for one unnamed WeightedSum. Return a dict of terms, or "
                 "leave coefficients out."
             )
-    elif (
-        isinstance(sums, Mapping)
-        and sums
-        and all(isinstance(each, WeightedSum) for each in sums.values())
-    ):
-        named = dict(sums)
-        if coefficients is None or set(coefficients) != set(named):
-            got = "none" if coefficients is None else sorted(coefficients)
-            raise ValueError(
-                f"{caller}: coefficients must name every term of loss_fn, got {got} for "
-                f"terms {sorted(named)}. Give each term its factor: "
-                f"coefficients={{{', '.join(f'{name!r}: 1.0' for name in sorted(named))}}}."
-            )
-    else:
-        raise TypeError(
-            f"{caller}: loss_fn must return a WeightedSum or a dict of them, got "
-            f"{describe(sums)}. Return weighted_sum(losses, weights): a mean has lost its "
-            "denominator, and ranks of unequal weight cannot be averaged any more."
+    elif coefficients is None or set(coefficients) != set(terms):
+        got = "none" if coefficients is None else sorted(coefficients)
+        raise ValueError(
+            f"{caller}: coefficients must name every term of loss_fn, got {got} for "
+            f"terms {sorted(terms)}. Give each term its factor: "
+            f"coefficients={{{', '.join(f'{name!r}: 1.0' for name in sorted(terms))}}}."
         )
-    for name, each in named.items():
-        if jnp.shape(each.total) != () or jnp.shape(each.weight) != ():
-            raise ValueError(
-                f"{caller}: loss_fn must return scalar sums, got total "
-                f"{jnp.shape(each.total)} and weight {jnp.shape(each.weight)} for term {name!r}. "
-                "weighted_sum makes them."
-            )
-    return named
+    check_scalars(terms, returned_by=f"{caller}: loss_fn")
+    return terms
 
 
-def missing_weights(batch: Any) -> dict[str, Array]:
-    """What a batch's ranks weigh, missing and present, under names that are no term's.
+class StepWeights(NamedTuple):
+    """What is summed over rows, microbatches and ranks before anything is divided.
 
-    Nothing, but for batches of `join_batches` that count ranks which are not there any more.
+    Beside the terms' own weights travel those of the batch's rows, which belong to no term: in
+    fields of their own, so that no name of a term can meet them, and in one pytree, so that one
+    all-reduce per dtype carries them all.
+
+    Attributes:
+        accepted: the weight of the batch's rows; None where nobody asks for it.
+        missing: the weight of ranks that are not there any more; None but for `join_batches`.
+        present: the weight of the rows that are there, beside `missing`.
+        terms: each term's weight, by name.
     """
+
+    accepted: Array | None
+    missing: Array | None
+    present: Array | None
+    terms: dict[str, Array]
+
+
+def row_weights(batch: Any, *, accepted: bool) -> StepWeights:
+    """What a batch's rows weigh, without any terms yet.
+
+    Args:
+        batch: what a loss function is given; weights of rows are read from a `Batch` alone.
+        accepted: whether the weight of its rows is asked for.
+    """
+    rows = jnp.asarray(batch.weights) if accepted else None
+    # the weight alone: zeros in place of losses, summed up, would cost a small step 1 %
+    counted = None if rows is None else weighted_sum(jnp.zeros(rows.shape), rows).weight
     if not isinstance(batch, Batch) or batch.missing is None:
-        return {}
-    return {_MISSING: jnp.sum(batch.missing), _PRESENT: jnp.sum(batch.weights)}
+        return StepWeights(counted, None, None, {})
+    return StepWeights(counted, jnp.sum(batch.missing), jnp.sum(batch.weights), {})
 
 
-def add_missing(
-    weights: dict[str, Array], coefficients: Mapping[str, Any] | None
-) -> dict[str, Array]:
-    """The weights of a whole step, as if ranks that are missing had weighed what the others do.
+def add_missing(weights: StepWeights, coefficients: Mapping[str, Any] | None) -> dict[str, Array]:
+    """The terms' weights of a whole step, as if missing ranks had weighed what the others do.
 
     The rule: with `M` the weight of the missing ranks and `V` that of those present, every term
     that counts is divided by `1 + M / V` times its weight, whatever it is weighed in.
     """
-    if _MISSING not in weights:
-        return weights
-    terms = {name: each for name, each in weights.items() if name not in (_MISSING, _PRESENT)}
-    stretch = 1 + divide(weights[_MISSING], weights[_PRESENT])
+    if weights.missing is None:
+        return weights.terms
+    stretch = 1 + divide(weights.missing, weights.present)
     factors = coefficients or {"loss": 1.0}
     return {
+        # a metric is a mean over what is there, so it is not stretched
         name: weight * stretch if has_gradient(factors[name]) else weight
-        for name, weight in terms.items()
+        for name, weight in weights.terms.items()
     }
-
-
-_MISSING, _PRESENT = "\0missing", "\0present"
 
 
 def has_gradient(factor: Any) -> bool:
@@ -137,7 +166,7 @@ def check_state(old: PyTree, new: PyTree, axis_name: AxisName | None) -> PyTree:
 
 def describe(value: Any) -> str:
     """What somebody returned in place of a sum, in a few words for an error."""
-    if isinstance(value, jax.Array):
+    if hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, tuple):
         return f"a tuple of {', '.join(describe(each) for each in value)}"
