@@ -54,3 +54,9 @@ def test_no_gradient_flows_into_what_is_kept_or_into_weights():
         return (y**3).sum()
 
     assert jax.grad(normalised)(jnp.float32(0.5)) == 0.0
+
+
+def test_a_running_average_moves_by_what_momentum_leaves():
+    norm = BatchNorm(use_running_average=False, momentum=0.9)
+    _, after = applied(norm, norm.init(jax.random.key(0), X), X)
+    np.testing.assert_allclose(after["batch_stats"]["mean"], 0.1 * X.mean(axis=0), rtol=1e-6)

@@ -98,3 +98,34 @@ def test_a_window_in_bfloat16_adds_up_in_float32():
 
     _, updates = jax.lax.scan(body, tx.init(params), None, 512)
     assert float(updates[-1]) == -1.0
+
+
+def test_a_step_whose_terms_weigh_nothing_is_skipped_whatever_its_rows_weigh():
+    step = make_train_step(weighed_by_tokens, data_mesh(2))
+    state, report = step(scalar_state(), Batch.of((X, np.zeros(4, np.int32))))
+    assert report.skipped
+    assert report.weight == 4
+    assert int(state.step) == 0
+
+
+class Counted(TrainState):
+    counts: dict
+
+
+def test_a_step_without_weight_leaves_what_the_model_keeps():
+    def loss_fn(variables, batch):
+        counts = {"steps": variables["counts"]["steps"] + 1}
+        losses = (variables["params"]["w"] - batch.data) ** 2
+        return weighted_sum(losses, batch.weights), {"counts": counts}
+
+    state = Counted.create(
+        apply_fn=None,
+        params={"w": jnp.float32(0)},
+        tx=optax.sgd(0.1),
+        counts={"steps": jnp.int32(0)},
+    )
+    step = make_train_step(loss_fn, data_mesh(2), mutable="counts")
+    state, _ = step(state, Batch.of(X))
+    state, report = step(state, Batch.of(X, weights=np.zeros(4, np.int32)))
+    assert report.skipped
+    assert int(state.counts["steps"]) == 1

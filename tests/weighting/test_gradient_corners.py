@@ -14,46 +14,6 @@ VALUES = np.array([1.0, 3.0, 3.0, 3.0])
 WEIGHTS = np.array([1, 1, 1, 0])  # right: 7 / 3
 
 
-def summed_everywhere(axis_name):
-    """A loss whose sum is the same on every rank before anything is reduced."""
-
-    def loss_fn(w, batch):
-        values, weights = batch
-        local = weighted_sum(w * values, weights)
-        return local if axis_name is None else local.psum(axis_name)
-
-    return loss_fn
-
-
-@pytest.mark.parametrize("regime", regimes.REGIMES)
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank(regime, microbatches):
-    def make(axis_name):
-        return value_and_grad(
-            summed_everywhere(axis_name), axis_name=axis_name, microbatches=microbatches
-        )
-
-    loss, gradient = regimes.run(regime, 2, make, jnp.float32(2.0), (VALUES, WEIGHTS))
-    assert float(loss.value) == pytest.approx(14 / 3)
-    assert float(gradient) == pytest.approx(7 / 3)
-
-
-@pytest.mark.parametrize("regime", regimes.MAPPED)
-def test_the_share_of_such_a_sum_is_right_under_ones_own_pmean(regime):
-    def make(axis_name):
-        def fn(w, batch):
-            def share(w):
-                return rank_share(summed_everywhere(axis_name)(w, batch), axis_name)
-
-            value, gradient = jax.value_and_grad(share)(w)
-            return lax.pmean(value, axis_name), lax.pmean(gradient, axis_name)
-
-        return fn
-
-    found = regimes.run(regime, 2, make, jnp.float32(2.0), (VALUES, WEIGHTS))
-    assert [float(each) for each in found] == pytest.approx([14 / 3, 7 / 3])
-
-
 def test_a_division_by_no_weight_has_gradient_0_and_not_nan():
     assert jax.value_and_grad(lambda w: divide(w * 3.0, 0))(2.0) == (0.0, 0.0)
     assert jax.grad(lambda w: divide(w * 3.0, 0.0 * w))(2.0) == 0.0
@@ -114,3 +74,54 @@ def test_each_microbatch_draws_noise_of_its_own():
     (_, aux), _ = fn(jnp.float32(1.0), jnp.ones(4), jax.random.key(0))
     drawn = jax.random.key_data(aux)
     assert not np.array_equal(drawn[0], drawn[1])
+
+
+def summed_everywhere(axis_name):
+    """A loss whose sum is the same on every rank before anything is reduced."""
+
+    def loss_fn(w, batch):
+        values, weights = batch
+        local = weighted_sum(w * values, weights)
+        return local if axis_name is None else local.psum(axis_name)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("regime", regimes.REGIMES)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank(regime, microbatches):
+    def make(axis_name):
+        return value_and_grad(
+            summed_everywhere(axis_name), axis_name=axis_name, microbatches=microbatches
+        )
+
+    loss, gradient = regimes.run(regime, 2, make, jnp.float32(2.0), (VALUES, WEIGHTS))
+    assert float(loss.value) == pytest.approx(14 / 3)
+    assert float(gradient) == pytest.approx(7 / 3)
+
+
+@pytest.mark.parametrize("regime", regimes.MAPPED)
+def test_the_share_of_such_a_sum_is_right_under_ones_own_pmean(regime):
+    def make(axis_name):
+        def fn(w, batch):
+            def share(w):
+                return rank_share(summed_everywhere(axis_name)(w, batch), axis_name)
+
+            value, gradient = jax.value_and_grad(share)(w)
+            return lax.pmean(value, axis_name), lax.pmean(gradient, axis_name)
+
+        return fn
+
+    found = regimes.run(regime, 2, make, jnp.float32(2.0), (VALUES, WEIGHTS))
+    assert [float(each) for each in found] == pytest.approx([14 / 3, 7 / 3])
+
+
+def test_a_coefficient_scales_the_value_and_the_gradient():
+    def loss_fn(w, batch):
+        values, weights = batch
+        return {"a": weighted_sum(w * values, weights), "b": weighted_sum(w + values, weights)}
+
+    fn = value_and_grad(loss_fn, coefficients={"a": 3.0, "b": 0.5})
+    loss, gradient = fn(jnp.float32(2.0), (VALUES, WEIGHTS))
+    assert float(loss.value) == pytest.approx(3 * 14 / 3 + 0.5 * (2 + 7 / 3))
+    assert float(gradient) == pytest.approx(3 * 7 / 3 + 0.5)
