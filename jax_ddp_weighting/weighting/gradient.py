@@ -22,6 +22,7 @@ from jaxtyping import Array, PyTree, Scalar
 from jax_ddp_weighting._arguments import check_microbatches
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import (
     LossFn,
     StepWeights,
@@ -479,7 +480,7 @@ def _take_rows(batch: PyTree, k: Any, microbatches: int) -> PyTree:
 
 
 def _zeros_like(leaf: Array) -> Array:
-    return mesh.zeros_like(leaf, jnp.promote_types(jnp.float32, leaf.dtype))
+    return mesh.zeros_like(leaf, widen(jnp.float32, leaf.dtype))
 
 
 def _parameter(path: Any, leaf: Any) -> Array:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Scalar
 
 from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.dtypes import widen
 
 
 @jax.tree_util.register_dataclass
@@ -119,14 +120,12 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
         )
     fractional = jnp.issubdtype(weights.dtype, jnp.inexact)
     # float32 at least: bfloat16 stops counting at 256
-    weights = weights.astype(
-        jnp.promote_types(jnp.float32 if fractional else jnp.int32, weights.dtype)
-    )
+    weights = weights.astype(widen(jnp.float32 if fractional else jnp.int32, weights.dtype))
     if losses.dtype == jnp.bool_ and not fractional:
         dtype = weights.dtype
     else:
-        dtype = jnp.promote_types(jnp.float32, losses.dtype)
-        dtype = jnp.promote_types(dtype, weights.dtype) if fractional else dtype
+        dtype = widen(jnp.float32, losses.dtype)
+        dtype = widen(dtype, weights.dtype) if fractional else dtype
     kept = jnp.where(weights != 0, losses, jnp.zeros_like(losses)).astype(dtype)
     return WeightedSum(jnp.sum(kept * weights.astype(dtype)), jnp.sum(weights))
 
@@ -177,7 +176,7 @@ def divide(total: Any, weight: Any) -> Array:
     """
     total, weight = jnp.asarray(total), lax.stop_gradient(jnp.asarray(weight))
     floating = jnp.issubdtype(total.dtype, jnp.inexact)
-    dtype = jnp.promote_types(jnp.float32, total.dtype) if floating else jnp.result_type(float)
+    dtype = widen(jnp.float32, total.dtype) if floating else jnp.result_type(float)
     empty = weight == 0
     safe = jnp.where(empty, jnp.ones_like(weight), weight).astype(dtype)
     return jnp.where(empty, jnp.zeros((), dtype), total.astype(dtype) / safe)
