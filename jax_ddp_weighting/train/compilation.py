@@ -98,7 +98,7 @@ class CompiledStep:
     def _place(self, carried: Any, batch: Batch, rest: Any) -> tuple[Any, Any, Batch]:
         leaves, structure = jax.tree.flatten(carried)
         if self._donate:
-            _check_alive(leaves)
+            _check_alive([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
             leaves = _copy_repeated(leaves, jax.tree.leaves((batch, rest)))
         batch = place_batch(batch, self._rows, caller="train step")
         leaves = meshes.place(list(map(_strengthen_type, leaves)), self._replicated)
@@ -152,9 +152,9 @@ def _copy_repeated(leaves: list[Any], others: list[Any]) -> list[Any]:
     return distinct
 
 
-def _check_alive(leaves: Sequence[Any]) -> None:
+def _check_alive(leaves: Sequence[jax.Array]) -> None:
     # On two or more CPU devices JAX does not find out by itself, and the process dies.
-    if any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted")):
+    if any(not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in leaves):
         raise ValueError(
             "train step: state must be one that no step was given before, got one that was given "
             "away. Use the state that the step returned, or make the step with donate=False."
