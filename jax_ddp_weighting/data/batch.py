@@ -1,17 +1,24 @@
 """Rows with their identities and their weights: what a loss function is given."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting._arguments import check_at_least, check_weights
 from jax_ddp_weighting.distributed import mesh as meshes
-from jax_ddp_weighting.distributed.placement import device_ids
+from jax_ddp_weighting.distributed.placement import (
+    check_device_values,
+    check_not_cut,
+    device_dtype,
+    device_ids,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -48,8 +55,9 @@ class Batch:
 
         Raises:
             TypeError: ids are no integers, or weights no numbers.
-            ValueError: the leaves have different numbers of rows, or a weight on the host is
-                negative or NaN. (Weights on a device are not read back.)
+            ValueError: the leaves have different numbers of rows, a weight on the host is
+                negative or NaN, or a device would cut data or weights, such as integers of more
+                than 32 bits while x64 is off. (What is on a device is not read back.)
 
         Example:
             >>> batch = Batch.of({"x": np.zeros((3, 2))}, weights=np.array([1, 1, 0]))
@@ -63,8 +71,8 @@ class Batch:
                 f"{shapes}. Give every leaf the same number of rows."
             )
         rows = shapes[0][0]
-        weights = np.ones(rows, np.int32) if weights is None else _array(weights)
-        ids = np.arange(rows, dtype=np.int32) if ids is None else _array(ids)
+        weights = np.ones(rows, np.int32) if weights is None else _as_array(weights)
+        ids = np.arange(rows, dtype=np.int32) if ids is None else _as_array(ids)
         for name, array in (("weights", weights), ("ids", ids)):
             if array.shape != (rows,):
                 raise ValueError(
@@ -82,13 +90,12 @@ class Batch:
                 "count weighs 0."
             )
         if isinstance(weights, np.ndarray):
-            bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
-            if bad.size:
-                raise ValueError(
-                    "Batch.of: weights must be finite and at least 0, got "
-                    f"{weights[bad[0]]} at row {bad[0]}. A row that is not to count weighs 0."
-                )
-        return cls(data, ids, weights)
+            remedy = "A row that is not to count weighs 0."
+            check_weights("Batch.of: weights", weights, remedy, first=0)
+        batch = cls(data, ids, weights)
+        # that data are numbers is asked where they go to a device: names may be kept beside them
+        check_batch_values(batch, check_not_cut, caller="Batch.of")
+        return batch
 
     def padded(self, multiple: int) -> "Batch":
         """The batch, filled up with rows of weight 0 until its rows divide by `multiple`.
@@ -113,37 +120,128 @@ class Batch:
             >>> batch.data.tolist(), batch.ids.tolist(), batch.weights.tolist()
             ([7.0, 8.0, 9.0, 7.0], [0, 1, 2, 0], [1, 1, 1, 0])
         """
-        check_integer(
-            "Batch.padded: multiple", multiple, 1, 2**62, "be at least 1", "1 adds no rows."
-        )
-        extra = -self.weights.shape[0] % multiple
-        if not extra:
-            return self
+        check_at_least("Batch.padded: multiple", multiple, 1, "1 adds no rows.", kind="")
+        rows = self.weights.shape[0]
+        return pad_rows(self, rows + -rows % multiple)
 
-        def repeated(leaf: Any) -> Any:
-            numpy = jnp if isinstance(leaf, jax.Array) else np
-            return numpy.concatenate([leaf, numpy.repeat(leaf[:1], extra, axis=0)])
 
-        rows = jax.tree.map(repeated, self)
-        real = np.arange(self.weights.shape[0] + extra) < self.weights.shape[0]
+def pad_rows(batch: Batch, rows: int) -> Batch:
+    """The batch, filled up to so many rows with copies of its first one that weigh nothing.
 
-        def of_real_rows(weights: Any) -> Any:
-            return weights * real.astype(weights.dtype)
+    Copies rather than zeros: what is finite of a real row is finite of padding too, and 0 times an
+    infinite derivative would be NaN. A batch without rows is filled up with zeros.
+    """
+    found = batch.weights.shape[0]
+    if found >= rows:
+        return batch
 
-        missing = jax.tree.map(of_real_rows, rows.missing)
-        return Batch(rows.data, rows.ids, of_real_rows(rows.weights), missing)
+    def repeat_first(leaf: Any) -> Any:
+        numpy = jnp if isinstance(leaf, jax.Array) else np
+        if not found:
+            return numpy.zeros((rows, *leaf.shape[1:]), leaf.dtype)
+        return numpy.concatenate([leaf, numpy.repeat(leaf[:1], rows - found, axis=0)])
+
+    real = np.arange(rows) < found
+
+    def weigh_real_rows(weights: Any) -> Any:
+        weights = repeat_first(weights)
+        return weights * real.astype(weights.dtype)
+
+    return Batch(
+        jax.tree.map(repeat_first, batch.data),
+        repeat_first(batch.ids),
+        weigh_real_rows(batch.weights),
+        jax.tree.map(weigh_real_rows, batch.missing),
+    )
+
+
+MAKE_OR_READ_BATCHES = "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
+"""What to do about something that is no `Batch`, where a plan could have yielded it."""
+
+
+def check_batch(
+    rule: str, batch: object, remedy: str = "Batch.of(data, weights) makes one."
+) -> None:
+    """Refuses what is no `Batch`.
+
+    Args:
+        rule: who asks for what: ``"train step: batch must be a Batch"``.
+        batch: what the caller was given.
+        remedy: a closing sentence for the error.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(batch, Batch):
+        raise TypeError(f"{rule}, got {type(batch).__name__}. {remedy}")
+
+
+def check_batch_values(
+    batch: Batch, check: Callable[..., None] = check_device_values, *, caller: str
+) -> None:
+    """Refuses a batch on the host whose data or weights a device would cut.
+
+    Args:
+        batch: a batch, on the host or on devices.
+        check: what each leaf of data and weights on the host must pass.
+        caller: who speaks in errors.
+
+    Raises:
+        TypeError: a leaf holds no numbers.
+        ValueError: a value would be cut; names the leaf.
+    """
+    fields = {"data": batch.data, "weights": batch.weights, "missing": batch.missing}
+    for name, values in fields.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(values):
+            if not isinstance(leaf, jax.Array):  # what is on a device is as it is
+                where = f"{name}{jax.tree_util.keystr(path)}"
+                check(np.asarray(leaf), where, caller=caller)
+    if isinstance(batch.weights, np.ndarray) and batch.weights.dtype.kind == "f":
+        with np.errstate(under="ignore"):
+            lost = batch.weights.astype(device_dtype(batch.weights.dtype)) == 0
+        lost &= batch.weights > 0
+        if lost.any():
+            raise ValueError(
+                f"{caller}: weights must be above float32's least while x64 is off, or 0, got "
+                f"{batch.weights[lost][0]}. JAX would make it 0, and the row padding: scale them."
+            )
+
+
+def check_is_global(batch: Batch, mesh: Mesh | AbstractMesh, *, caller: str) -> None:
+    """Refuses a process's own rows where a batch of all processes' rows is needed.
+
+    JAX would take them for the whole batch, the same on every process, and compare them by a
+    collective, which ends processes of unequal shapes. So this comes before.
+
+    Raises:
+        ValueError: a leaf lies on this process alone, while the mesh has more.
+    """
+    if isinstance(mesh, AbstractMesh) or not mesh.is_multi_process:
+        return
+    for leaf in jax.tree.leaves(batch):
+        traced = isinstance(leaf, Tracer)
+        if not traced and getattr(leaf, "is_fully_addressable", True):
+            raise ValueError(
+                f"{caller}: batch must be a global one on a mesh of several processes, got "
+                f"{np.shape(batch.weights)[0]} rows of process {jax.process_index()} alone. "
+                "global_batch(batch, mesh) makes one of each process's rows; batches(plan, ...) "
+                "and join_batches(stream, mesh) yield them."
+            )
 
 
 def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
-    """A batch with its rows on the mesh, as `mesh.placed` places them, and its ids whole.
+    """A batch with its rows on the mesh, as `mesh.place` places them, and nothing of it cut.
 
     Raises:
-        ValueError: an id would be cut.
+        TypeError: a leaf holds no numbers.
+        ValueError: a value would be cut, or the rows are one process's while the mesh has several.
     """
+    check_is_global(batch, sharding.mesh, caller=caller)
+    check_batch_values(batch, caller=caller)
     if isinstance(batch.ids, np.ndarray):
         batch = replace(batch, ids=device_ids(batch.ids, caller=caller))
     return meshes.place(batch, sharding)
 
 
-def _array(values: Any) -> Any:
+def _as_array(values: Any) -> Any:
     return values if isinstance(values, jax.Array) else np.asarray(values)

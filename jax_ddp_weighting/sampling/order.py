@@ -2,8 +2,9 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, Integer
@@ -52,14 +53,8 @@ def torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_example
         >>> torch_order(10, seed=0)
         array([4, 1, 7, 5, 3, 9, 0, 8, 6, 2])
     """
-    n = check_integer(
-        "torch_order: num_examples",
-        num_examples,
-        0,
-        _TORCH_MAX_EXAMPLES,
-        "be an integer in [0, 2**31)",
-        'order="keyed" takes up to 2**62 examples.',
-    )
+    remedy = 'order="keyed" takes up to 2**62 examples.'
+    n = check_integer("torch_order: num_examples", num_examples, 0, _TORCH_MAX_EXAMPLES, remedy)
     seed = check_seed("torch_order: seed", seed)
     if n == 0:
         return np.zeros(0, np.int64)
@@ -137,36 +132,36 @@ def keyed_order(
             " A position is a place in the order of one epoch."
         )
     if n <= _RANKED:
-        return _ranked(n, seed, epoch)[places]
-    return _enciphered(places.reshape(-1), n, seed, epoch).reshape(places.shape)
+        return _rank_by_hash(n, seed, epoch)[places]
+    return _encipher(places.reshape(-1), n, seed, epoch).reshape(places.shape)
 
 
-def _key(n: int, seed: int, epoch: int, size: int) -> bytes:
+def _derive_bytes(n: int, seed: int, epoch: int, size: int) -> bytes:
     """`size` bytes that depend on all three, the same on every machine."""
     return hashlib.shake_256(f"keyed_order 1: {n} {seed} {epoch}".encode()).digest(size)
 
 
 @lru_cache(maxsize=16)
-def _ranked(n: int, seed: int, epoch: int) -> Int64[np.ndarray, " n"]:
+def _rank_by_hash(n: int, seed: int, epoch: int) -> Int64[np.ndarray, " n"]:
     """A whole small order: positions ranked by 64 hashed bits each (a tie keeps its order)."""
-    hashes = np.frombuffer(_key(n, seed, epoch, 8 * n), "<u8")
+    hashes = np.frombuffer(_derive_bytes(n, seed, epoch, 8 * n), "<u8")
     order = np.argsort(hashes, kind="stable").astype(np.int64)
     order.flags.writeable = False
     return order
 
 
 @lru_cache(maxsize=16)
-def _round_keys(n: int, seed: int, epoch: int) -> tuple[tuple[np.uint32, np.uint32], ...]:
+def _derive_round_keys(n: int, seed: int, epoch: int) -> tuple[tuple[np.uint32, np.uint32], ...]:
     """An odd multiplier and an offset for every round."""
-    words = np.frombuffer(_key(n, seed, epoch, 8 * _ROUNDS), "<u4").reshape(_ROUNDS, 2)
+    words = np.frombuffer(_derive_bytes(n, seed, epoch, 8 * _ROUNDS), "<u4").reshape(_ROUNDS, 2)
     return tuple((np.uint32(multiplier | 1), np.uint32(offset)) for multiplier, offset in words)
 
 
-def _enciphered(
+def _encipher(
     positions: Integer[np.ndarray, " count"], n: int, seed: int, epoch: int
 ) -> Int64[np.ndarray, " count"]:
     """The permutation of a large order, block by block, then the few that must walk on."""
-    keys = _round_keys(n, seed, epoch)
+    keys = _derive_round_keys(n, seed, epoch)
     ids = np.empty(len(positions), np.int64)
     for start in range(0, len(positions), _BLOCK):
         block = slice(start, start + _BLOCK)
@@ -222,34 +217,42 @@ class GivenOrder:
     Args:
         ids: integer ids of shape ``[entries]``, at least 0: a permutation, or a part of one.
         repeats: allow an id to come several times, as where one draws with replacement.
+        caller: who speaks in errors: this class is nobody's own.
 
     Raises:
-        TypeError: ids are no integers.
+        TypeError: ids are no integers, or come from something that can be read but once.
         ValueError: ids are negative, not in one row, or come twice unasked.
     """
 
-    ids: np.ndarray  # whatever is given; int64[entries] once it is checked
+    ids: Any  # whatever is given; int64[entries] once it is checked
     repeats: bool = False
     digest: str = field(init=False)
+    caller: InitVar[str] = "EpochPlan.from_order"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, caller: str) -> None:
         ids = np.asarray(self.ids)
+        if ids.dtype == object and not ids.ndim:  # numpy wraps whatever it cannot read
+            raise TypeError(
+                f"{caller}: ids must be an array or a sequence, got a"
+                f" {type(self.ids).__name__}. Make a list of it: an order is read many times."
+            )
         if ids.ndim != 1:
-            raise ValueError(f"GivenOrder: ids must have one axis, got shape {ids.shape}.")
+            raise ValueError(f"{caller}: ids must have one axis, got shape {ids.shape}.")
         if ids.size and ids.dtype.kind not in "iu":
-            raise TypeError(f"GivenOrder: ids must be integers, got {ids.dtype}.")
+            raise TypeError(f"{caller}: ids must be integers, got {ids.dtype}.")
         ids = ids.astype(np.int64)  # a copy: the caller's array may change
         if ids.size and ids.min() < 0:
             raise ValueError(
-                f"GivenOrder: ids must be at least 0, got {ids.min()}. Ids count from zero."
+                f"{caller}: ids must be at least 0, got {ids.min()}. Ids count from zero."
             )
         if not self.repeats:
             ascending = np.sort(ids)
             again = np.unique(ascending[1:][ascending[1:] == ascending[:-1]])
             if again.size:
                 raise ValueError(
-                    f"GivenOrder: ids must name every example once, got {list_some(again)} more"
-                    " than once. Pass repeats=True for an order drawn with replacement."
+                    f"{caller}: ids must name every example once, got"
+                    f" {list_some(again)} more than once. Pass repeats=True for an order drawn with"
+                    " replacement."
                 )
         ids.flags.writeable = False
         digest = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8).hexdigest()

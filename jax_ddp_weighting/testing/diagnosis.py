@@ -8,13 +8,15 @@ import numpy as np
 
 from jax_ddp_weighting._arguments import check_rtol
 from jax_ddp_weighting.testing.conventions import (
+    EMPTY_STEP,
     RIGHT,
     Match,
     Seen,
     candidates,
     deviation,
+    find_synonyms,
     matches,
-    structural,
+    round_up,
 )
 
 _ADVICE = {
@@ -44,6 +46,9 @@ _ADVICE = {
     "unknown": "Return weighted_sum(losses, weights) from the loss function and take the gradient "
     "with value_and_grad; then look again.",
 }
+
+# Half of what lies between two conventions on the probes: what is nearer is one of them, roughly.
+NEAR = 0.025
 
 # They part from the names before them only where something is empty, or weighs less than 1.
 _FINER = {"mean_of_nonempty_means", "clamped_weight"}
@@ -102,7 +107,7 @@ class Diagnosis:
         lines = [f"{self.convention}{factor}: the step takes {self.words}."]
         if self.weights.any() and np.isfinite(self.counted).all():
             lines.append(f"Each token counts this many times its right share, where {self.shown}:")
-            lines += _table(self.weights, self.counted)
+            lines += _format_table(self.weights, self.counted)
         lines.append(f"{'Right' if self.right else 'Fix'}: {self.advice}")
         if self.alternatives:
             lines.append(f"Cannot be told apart here from: {', '.join(self.alternatives)}.")
@@ -118,10 +123,11 @@ def diagnose_counts(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
         rtol: the difference allowed, relative to the largest count.
     """
     finite = {label: pair for label, pair in seen.items() if np.isfinite(pair[1]).all()}
-    notes = tuple(
-        f"the gradient is not finite where {label}." for label in seen if label not in finite
-    )
-    if not finite:
+    broken = [label for label in seen if label not in finite]
+    if len(broken) > 1 and EMPTY_STEP in broken:  # where a part breaks it, the whole says no more
+        broken.remove(EMPTY_STEP)
+    notes = tuple(f"the gradient is not finite where {label}." for label in broken)
+    if not any(label != EMPTY_STEP for label in finite):
         return unknown("a gradient that is not finite", notes=notes)
     shown = next(
         (
@@ -136,15 +142,35 @@ def diagnose_counts(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
         return unknown("a gradient of 0: it ignores its batch", notes=notes, **table)
     found = matches(list(finite.values()), rtol=rtol)
     if not found:
-        return _described(finite, rtol, notes, table)
+        return _describe_unmatched(finite, rtol, notes, table)
     first = found[0]
     names = dict.fromkeys(each.convention for each in found)
+    others = tuple(name for name in names if name not in (first.convention, "unknown"))
+    # Those that say exactly the same are alternatives; those that only come close are a doubt.
+    exact = [(each, first.factor * first.scheme.counted(each)) for each, _ in finite.values()]
+    if not {each.convention for each in matches(exact, rtol=1e-9)} >= set(others):
+        return unknown(
+            f"what a tolerance of {rtol:g} is too wide to tell",
+            advice="Give a smaller rtol=.",
+            alternatives=(first.convention, *others),
+            notes=notes,
+            **table,
+        )
+    if first.convention == "global_mean" and broken:
+        return unknown(
+            f"the mean over all weight, but a gradient that is not finite where "
+            f"{' and where '.join(broken)}",
+            advice="Guard each division against a weight of exactly 0, as WeightedSum.mean does, "
+            "before the gradient is taken; and skip the step that is empty as a whole.",
+            notes=notes,
+            **table,
+        )
     return Diagnosis(
         first.convention,
         first.factor,
         _ADVICE[first.convention],
-        _words(first),
-        tuple(name for name in names if name not in (first.convention, "unknown")),
+        _put_in_words(first),
+        others,
         notes,
         **table,
     )
@@ -192,7 +218,7 @@ def diagnose_weights(counted: Any, weights: Any, *, rtol: float = 1e-3) -> Diagn
         return found
     ranks, microbatches, _ = weights.shape
     first, *others = matches([(weights, counted)], rtol=rtol)
-    same = {first.convention, "unknown", *structural(ranks, microbatches, first)} | _FINER
+    same = {first.convention, "unknown", *find_synonyms(ranks, microbatches, first)} | _FINER
     if all(each.convention in same or not each.plain for each in others):
         return found
     return replace(
@@ -210,7 +236,7 @@ def unknown(words: str, *, advice: str = _ADVICE["unknown"], **other: Any) -> Di
     return Diagnosis("unknown", None, advice, words, **other)
 
 
-def _described(
+def _describe_unmatched(
     finite: Mapping[str, Seen], rtol: float, notes: tuple[str, ...], table: dict[str, Any]
 ) -> Diagnosis:
     """What can be said of counts that no candidate explains."""
@@ -218,7 +244,7 @@ def _described(
     if len(counts) > 1 and all(deviation(each, counts[0]) <= rtol for each in counts[1:]):
         words = "the same gradient whatever the weights: it ignores its batch"
         return unknown(words, notes=notes, **table)
-    factor = _constant_factor(finite, rtol)
+    factor = _find_factor(finite, rtol)
     if factor is not None:
         found = unknown(
             f"{factor:.4g} times the mean over all weight, a factor that neither the number of "
@@ -235,12 +261,19 @@ def _described(
             f"where {label}, it is {found[0].convention if found else 'none of the known'}."
             for label, found in each.items()
         )
-    off, nearest = _nearest(finite)
+    off, nearest = _find_nearest(finite)
     notes += (f"the nearest is {nearest.convention}, off by {off:.2g} of the largest count.",)
-    return unknown("none of the known conventions, or a mixture", notes=notes, **table)
+    advice = _ADVICE["unknown"]
+    if off < NEAR:
+        advice = (
+            f"Allow it rtol={round_up(off)} if it computes in bfloat16, float16 or with other "
+            "noise. If not, look for what changes the counts by so little."
+        )
+    words = "none of the known conventions, or a mixture"
+    return unknown(words, advice=advice, notes=notes, **table)
 
 
-def _constant_factor(finite: Mapping[str, Seen], rtol: float) -> float | None:
+def _find_factor(finite: Mapping[str, Seen], rtol: float) -> float | None:
     weights, counted = next(iter(finite.values()))
     factor = float(np.vdot(counted, weights) / np.vdot(weights, weights) * weights.sum())
     if factor and all(
@@ -251,7 +284,7 @@ def _constant_factor(finite: Mapping[str, Seen], rtol: float) -> float | None:
     return None
 
 
-def _nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
+def _find_nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
     ranks, microbatches, _ = next(iter(finite.values()))[0].shape
     scored = [
         (
@@ -267,17 +300,17 @@ def _nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
     return min(scored, key=lambda pair: pair[0])
 
 
-def _words(match: Match) -> str:
+def _put_in_words(match: Match) -> str:
     return f"{match.reason} times {match.scheme.words}" if match.factor != 1 else match.scheme.words
 
 
-def _table(weights: np.ndarray, counted: np.ndarray) -> list[str]:
+def _format_table(weights: np.ndarray, counted: np.ndarray) -> list[str]:
     ranks, microbatches, _ = weights.shape
     rows, columns = min(ranks, 8), min(microbatches, 6)
     right = RIGHT.counted(weights)
     lines = [["", *(f"microbatch {k}" for k in range(columns))]]
     for r in range(rows):
-        cells = [_cell(weights[r, k], counted[r, k], right[r, k]) for k in range(columns)]
+        cells = [_format_cell(weights[r, k], counted[r, k], right[r, k]) for k in range(columns)]
         lines.append([f"rank {r}", *cells])
     if microbatches > columns:
         lines[0].append(f"and {microbatches - columns} more")
@@ -286,7 +319,7 @@ def _table(weights: np.ndarray, counted: np.ndarray) -> list[str]:
     return shown + ([f"and {ranks - rows} more ranks"] if ranks > rows else [])
 
 
-def _cell(weights: np.ndarray, counted: np.ndarray, right: np.ndarray) -> str:
+def _format_cell(weights: np.ndarray, counted: np.ndarray, right: np.ndarray) -> str:
     held = weights > 0
     padding = bool(np.abs(counted[~held]).max(initial=0.0) > 1e-6 * np.abs(counted).max())
     if not held.any():

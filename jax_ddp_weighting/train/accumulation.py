@@ -12,7 +12,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting._arguments import check_integer, check_weights
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
@@ -380,11 +380,8 @@ def _check_weight(weight: Any, dtype: Any) -> Array:
         )
     if on_device:  # weights on a device are not read back
         return weight.astype(dtype)
-    if not 0 <= float(weight) < np.inf:
-        raise ValueError(
-            f"weighted_multi_steps: weight must be finite and at least 0, got {weight}. A "
-            "microbatch that is not to count weighs 0."
-        )
+    remedy = "A microbatch that is not to count weighs 0."
+    check_weights("weighted_multi_steps: weight", weight, remedy)
     return jnp.asarray(weight, dtype)
 
 
@@ -404,14 +401,10 @@ def _check_arguments(optimizer: Any, every_k_steps: Any, gradients_of: str) -> N
             f"{type(optimizer).__name__}. Give it, for instance, optax.adamw(1e-3)."
         )
     if not callable(every_k_steps):
-        check_integer(
-            "weighted_multi_steps: every_k_steps",
-            every_k_steps,
-            1,
-            2**31 - 1,
-            "be a number of microbatches, at least 1, or a function of the step count",
-            "1 applies every microbatch by itself.",
-        )
+        rule = "be a number of microbatches, at least 1, or a function of the step count"
+        argument = "weighted_multi_steps: every_k_steps"
+        remedy = "1 applies every microbatch by itself."
+        check_integer(argument, every_k_steps, 1, 2**31 - 1, remedy, rule=rule)
     if gradients_of not in ("mean", "total"):
         raise ValueError(
             f"weighted_multi_steps: gradients_of must be 'mean' or 'total', got "

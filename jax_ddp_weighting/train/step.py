@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jax_ddp_weighting._arguments import check_integer
-from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting._arguments import check_at_least
+from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch, check_is_global
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.gradient import GlobalLoss, GradientOptions, take_gradient
@@ -78,14 +78,8 @@ class StepOptions:
                     f"{self.caller}: {name} must be one of {', '.join(allowed)}, got "
                     f"{getattr(self, name)!r}. {allowed[0]!r} is the default."
                 )
-        check_integer(
-            f"{self.caller}: microbatches",
-            self.microbatches,
-            1,
-            2**31 - 1,
-            "be an integer, at least 1",
-            "1 takes each rank's rows whole.",
-        )
+        argument, remedy = f"{self.caller}: microbatches", "1 takes each rank's rows whole."
+        check_at_least(argument, self.microbatches, 1, remedy, kind="an integer, ")
         if self.coefficients is not None and not any(map(has_gradient, self.coefficients.values())):
             raise ValueError(
                 f"{self.caller}: coefficients must have one that is not 0, got "
@@ -195,11 +189,8 @@ def check_call(batch: Any, rng: Any, options: StepOptions) -> None:
 
 
 def _check_batch(batch: Any, options: StepOptions) -> None:
-    if not isinstance(batch, Batch):
-        raise TypeError(
-            f"train step: batch must be a Batch, got {type(batch).__name__}. "
-            "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
-        )
+    check_batch("train step: batch must be a Batch", batch, MAKE_OR_READ_BATCHES)
+    check_is_global(batch, options.mesh, caller="train step")
     rows, ranks = batch.weights.shape[0], options.ranks
     if rows % ranks:
         raise ValueError(

@@ -3,32 +3,19 @@
 import base64
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from jax_ddp_weighting._version import __version__
-from jax_ddp_weighting.cli.report.findings import Findings, groups
+from jax_ddp_weighting.cli.report.findings import Findings, sum_microbatches
 
 _GROUPS = 16  # rows of a long table
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a202c; background: #fff;
-       max-width: 48rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-.right, .wrong { padding: .6rem .8rem; border-left: .3rem solid; background: #f7fafc; }
-.right { border-color: #2f855a; } .wrong { border-color: #dd6b20; }
-figure { margin: 1rem 0; } img { width: 100%; max-width: 40rem; height: auto; display: block; }
-figcaption { color: #4a5568; font-size: .9rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
-caption { text-align: left; color: #4a5568; padding: .3rem 0; }
-th, td { padding: .25rem .7rem .25rem 0; text-align: right; white-space: nowrap; }
-th { vertical-align: bottom; }
-@media (max-width: 30rem) {
-  table { font-size: .8rem; } th { white-space: normal; } th, td { padding-right: .45rem; }
+_EPOCH = {
+    **{"epoch": "epoch", "slots": "slots", "accepted": "accepted", "unique": "unique"},
+    **{"num_duplicated": "twice+", "num_omitted": "never"},
 }
-th { border-bottom: 1px solid #cbd5e0; } td { border-bottom: 1px solid #edf2f7; }
-footer { margin-top: 3rem; color: #4a5568; font-size: .85rem; }
-code { font-size: .95em; overflow-wrap: anywhere; }
-"""
+_NEW_ORDER = {None: "first", True: "yes", False: "no"}
+_STYLE = Path(__file__).with_name("page.css").read_text()
 
 
 def page(findings: Findings, pictures: Mapping[str, bytes], command: str) -> str:
@@ -36,7 +23,7 @@ def page(findings: Findings, pictures: Mapping[str, bytes], command: str) -> str
 
     Args:
         findings: what to tell.
-        pictures: PNG files by name, as `figures.drawn` names them.
+        pictures: PNG files by name, as `figures.draw` names them.
         command: what made the report, to be shown at its end.
 
     Returns:
@@ -48,15 +35,15 @@ def page(findings: Findings, pictures: Mapping[str, bytes], command: str) -> str
         f"<h1>{title}</h1>",
         f"<p>{plan.batch_size:,} rows per rank and step, {plan.steps_per_epoch:,} steps an epoch,"
         f" tail <code>{plan.tail}</code>, order <code>{_order(plan)}</code>, seed {plan.seed}.</p>",
-        *_read(findings, pictures),
-        *_counted(findings, pictures),
+        *_tell_who_read_what(findings, pictures),
+        *_tell_what_counted(findings, pictures),
         f"<footer>Made by jax_ddp_weighting {__version__}: <code>{escape(command)}</code></footer>",
     ]
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            f"<title>{title}</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>",
             *body,
             "</body>\n</html>\n",
         ]
@@ -69,7 +56,7 @@ def _order(plan: Any) -> str:
     return escape(str(plan.order))
 
 
-def _read(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
+def _tell_who_read_what(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
     epochs = len(findings.audited)
     if findings.exactly_once:
         verdict = _verdict(True, f"Every id counted exactly once in each of {epochs} epochs.")
@@ -85,23 +72,13 @@ def _read(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
         "<h2>Who read what</h2>",
         verdict,
         _picture(
-            pictures,
-            "who-read-what",
-            "Rows that count, of each rank in each step of epoch 0.",
+            pictures, "who-read-what", "Rows that count, of each rank in each step of epoch 0."
         ),
         _table(
             "Each epoch, slot by slot",
-            ["epoch", "slots", "accepted", "unique", "twice+", "never", "new order"],
+            [*_EPOCH.values(), "new order"],
             [
-                [
-                    each.audit.epoch,
-                    each.audit.slots,
-                    each.audit.accepted,
-                    each.audit.unique,
-                    each.audit.num_duplicated,
-                    each.audit.num_omitted,
-                    {None: "first", True: "yes", False: "no"}[each.new_order],
-                ]
+                [*(getattr(each.audit, name) for name in _EPOCH), _NEW_ORDER[each.new_order]]
                 for each in findings.audited[:_GROUPS]
             ],
         ),
@@ -111,7 +88,7 @@ def _read(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
     ]
 
 
-def _counted(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
+def _tell_what_counted(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
     looked_at, convention = findings.looked_at, findings.convention
     ranks, microbatches, _ = looked_at.weights.shape
     off = abs(looked_at.counted - looked_at.weights)
@@ -133,7 +110,7 @@ def _counted(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
             f"Here <code>{convention}</code> counts right ({where}). It may not where microbatches"
             " differ in weight, as with <code>--example-weights</code>.",
         )
-    rows = list(groups(looked_at))
+    rows = list(sum_microbatches(looked_at))
     return [
         "<h2>How much each example counted</h2>",
         verdict,
@@ -182,7 +159,7 @@ def _picture(pictures: Mapping[str, bytes], name: str, caption: str) -> str:
 def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "\n".join(
-        "<tr>" + "".join(f"<td>{escape(_shown(value))}</td>" for value in row) + "</tr>"
+        "<tr>" + "".join(f"<td>{escape(_format_value(value))}</td>" for value in row) + "</tr>"
         for row in rows
     )
     return (
@@ -191,7 +168,7 @@ def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) 
     )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
