@@ -52,7 +52,7 @@ class CompiledStep:
         check: Callable[..., None],
         donate: bool = True,
     ) -> None:
-        self._check, self._donate = check, donate
+        self._check, self._donate, self._mesh = check, donate, mesh
         self._replicated = meshes.replicated_sharding(mesh)
         self._rows = meshes.row_sharding(mesh, axis_name)
         self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
@@ -72,6 +72,12 @@ class CompiledStep:
 
     def __call__(self, carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
         """One step; what is carried must not be used again where it is donated."""
+        ambient = jax.sharding.get_abstract_mesh()
+        if not ambient.empty and ambient != self._mesh.abstract_mesh:
+            # A mesh that was set for the program, of other axes or types than ours, would be taken
+            # for the one that our arrays lie on.
+            with jax.set_mesh(self._mesh):
+                return self(carried, batch, *rest)
         leaves, structure = jax.tree.flatten((carried, batch, rest))
         known = self._known.get((structure, _shardings(leaves)))
         # An array that comes twice shows in no structure, so it is looked for on every call.
@@ -101,7 +107,7 @@ class CompiledStep:
             _check_alive([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
             leaves = _copy_repeated(leaves, jax.tree.leaves((batch, rest)))
         batch = place_batch(batch, self._rows, caller="train step")
-        leaves = meshes.place(list(map(_strengthen_type, leaves)), self._replicated)
+        leaves = list(map(_strengthen_type, meshes.place(leaves, self._replicated)))
         carried, shardings = structure.unflatten(leaves), _shardings(leaves)
         if (structure, shardings) not in self._jitted:
             # Pinned, so that XLA cannot return it placed otherwise than it came: a second

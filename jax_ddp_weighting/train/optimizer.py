@@ -211,7 +211,7 @@ def _keep_windows_alone(
     for i, leaf in enumerate(leaves):
         over_it = [steps for steps, covered in windows if covered[i]]
         moves = jnp.any(jnp.stack([live, *over_it]))
-        moved.append(jnp.where(moves, leaf, jnp.zeros_like(leaf)))
+        moved.append(jnp.where(moves, leaf, jnp.zeros((), leaf.dtype)))
         if not over_it:  # a parameter of no window steps with every batch
             stepped |= live
     return structure.unflatten(moved), state, stepped
