@@ -101,7 +101,10 @@ def _walk(plan: EpochPlan, epoch: int, advance: Callable[[int], object]) -> tupl
             accepted += int(np.count_nonzero(slots.weights))
             advance(len(slots.ids))
         per_rank.append(accepted)
-    audit = replace(
-        ledger.audit(), slots=plan.num_samples * plan.num_replicas, per_rank=tuple(per_rank)
+    counted = replace(
+        ledger.audit(),
+        slots=plan.num_samples * plan.num_replicas,
+        per_rank=tuple(per_rank),
+        remedy=None,  # of a ledger, which tells of a run and not of a plan's tail
     )
-    return audit, digest.hexdigest()
+    return counted, digest.hexdigest()
