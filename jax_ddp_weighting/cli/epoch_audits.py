@@ -101,10 +101,7 @@ def _walk(plan: EpochPlan, epoch: int, advance: Callable[[int], object]) -> tupl
             accepted += int(np.count_nonzero(slots.weights))
             advance(len(slots.ids))
         per_rank.append(accepted)
-    counted = replace(
-        ledger.audit(),
-        slots=plan.num_samples * plan.num_replicas,
-        per_rank=tuple(per_rank),
-        remedy=None,  # of a ledger, which tells of a run and not of a plan's tail
-    )
-    return counted, digest.hexdigest()
+    slots = plan.num_samples * plan.num_replicas
+    # advice of a ledger is about a run, and not about a plan's tail
+    audit = replace(ledger.audit(), slots=slots, per_rank=tuple(per_rank), remedy=None)
+    return audit, digest.hexdigest()

@@ -380,15 +380,18 @@ def _find_loader() -> tuple[str | None, Mapping[int, Any] | None]:
     """A loader among the callers that reads ahead, and what it has read and not handed out.
 
     A sampler is not told who reads it, and an id that waits in a loader's queue is lost to a state
-    that counts it as read. So the callers are looked at, once a pass: torch's loaders with workers
-    keep what is under way in `_task_info`; accelerate's holds one batch back.
+    that counts it as read. So the callers are looked at, once a pass: torch's loaders, and those
+    that are made from them, read in `_next_index`, and with workers keep what is under way in
+    `_task_info`; accelerate's holds one batch back.
     """
     for frame in _callers():
-        loader = frame.f_locals.get("self")
         if frame.f_globals.get("__name__") == "accelerate.data_loader":
             return "accelerate's loader", None
-        if getattr(loader, "_num_workers", 0) and hasattr(loader, "_next_index"):
-            return "a loader with workers", getattr(loader, "_task_info", None)
+        # of no other frame: looking at its variables would keep them alive as long as it runs
+        if frame.f_code.co_name == "_next_index":
+            loader = frame.f_locals.get("self")
+            if getattr(loader, "_num_workers", 0):
+                return "a loader with workers", getattr(loader, "_task_info", None)
     return None, None
 
 

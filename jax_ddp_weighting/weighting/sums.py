@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Scalar
 
 from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.dtypes import widen
 
@@ -110,7 +111,7 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
     """
     losses = jnp.asarray(losses)
     if weights is None:
-        weights = jnp.ones(losses.shape, jnp.int32)
+        weights = mesh.zeros_like(losses, jnp.int32) + 1  # lying as the losses do
     weights = lax.stop_gradient(jnp.asarray(weights))
     if weights.shape != losses.shape:
         raise ValueError(
@@ -126,7 +127,7 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
     else:
         dtype = widen(jnp.float32, losses.dtype)
         dtype = widen(dtype, weights.dtype) if fractional else dtype
-    kept = jnp.where(weights != 0, losses, jnp.zeros_like(losses)).astype(dtype)
+    kept = jnp.where(weights != 0, losses, jnp.zeros((), losses.dtype)).astype(dtype)
     return WeightedSum(jnp.sum(kept * weights.astype(dtype)), jnp.sum(weights))
 
 
@@ -165,8 +166,8 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
     if held.min <= ignore_index <= held.max:
         valid = labels != ignore_index
     else:  # no label can be it, and JAX would wrap it around to a class
-        valid = jnp.ones(labels.shape, bool)
-    return jnp.where(valid, labels, jnp.zeros_like(labels)), valid.astype(jnp.int32)
+        valid = ~mesh.zeros_like(labels, bool)
+    return jnp.where(valid, labels, jnp.zeros((), labels.dtype)), valid.astype(jnp.int32)
 
 
 def divide(total: Any, weight: Any) -> Array:
