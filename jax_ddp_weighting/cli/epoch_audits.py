@@ -102,5 +102,6 @@ def _walk(plan: EpochPlan, epoch: int, advance: Callable[[int], object]) -> tupl
             advance(len(slots.ids))
         per_rank.append(accepted)
     slots = plan.num_samples * plan.num_replicas
+    # advice of a ledger is about a run, and not about a plan's tail
     audit = replace(ledger.audit(), slots=slots, per_rank=tuple(per_rank), remedy=None)
     return audit, digest.hexdigest()
