@@ -56,12 +56,11 @@ class Mutation:
 SUMS = "weighting/test_sums.py"
 CORNERS = "weighting/test_gradient_corners.py"
 PIECES = "weighting/test_gradient_pieces.py"
-SPELLINGS = "weighting/test_spellings.py"
 KEPT = "weighting/test_kept_state.py"
 RANKS = "distributed/test_over_ranks.py"
 STEPS = "train/test_step_corners.py"
 NORMS = "train/test_norm_corners.py"
-TERMS = (CORNERS, PIECES, SPELLINGS, KEPT, "data/test_join.py")
+TERMS = (CORNERS, PIECES, KEPT, "data/test_join.py")
 MESH = (RANKS, CORNERS, "distributed/test_mesh.py")
 STEP = (STEPS, "train/test_step_rng.py", KEPT)
 WINDOWS = (STEPS, "train/test_windows.py", "train/test_accumulation.py")
@@ -133,7 +132,7 @@ MUTATIONS = [
     ),
     *of(
         "weighting/gradient.py",
-        (CORNERS, PIECES, SPELLINGS),
+        (CORNERS, PIECES),
         (
             "vary left out of value_and_grad's parameters",
             "        params = mesh.vary(params, axis_name)",
@@ -214,8 +213,8 @@ MUTATIONS = [
         ),
         (
             "microbatches of neighbouring rows",
-            "(shape[0] // microbatches, microbatches, *shape[1:])",
-            "(microbatches, shape[0] // microbatches, *shape[1:])",
+            "lax.dynamic_index_in_dim(split, k, axis=1, keepdims=False)",
+            "lax.dynamic_index_in_dim(split, k, axis=0, keepdims=False)",
             f"{PIECES}::test_a_microbatch_holds_every_kth_row_and_its_keys",
         ),
     ),
@@ -473,7 +472,7 @@ def try_out(mutation: Mutation, stock: Path) -> tuple[bool, str]:
         status, said = run_tests(copy, (mutation.first,))
         if status == 0:
             status, said = run_tests(copy, mutation.tests)
-    if status not in (0, 1, 2):  # 1: tests failed; 2: not even imported
+    if status not in (0, 1):  # neither passed nor failed: then nothing has been found out
         raise RuntimeError(f"{mutation.name}: pytest could not be run, {said}")
     return status != 0, said
 
