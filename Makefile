@@ -34,7 +34,7 @@ test-oldest:
 		print(*project["dependencies"], sep="\n")' | sed 's/>=/==/' > .venv-oldest/oldest.txt
 	PIP_CONSTRAINT=$(CURDIR)/.venv-oldest/oldest.txt $(MAKE) test VENV=.venv-oldest
 
-# Mutations of the core that the tests must notice; make mutate ONLY=vary runs those of a name.
+# Mutations of the core that the tests must notice; make mutate ONLY=train/ runs those of a room.
 mutate: $(VENV)/.installed-test
 	$(BIN)/python tests/mutate.py $(ONLY)
 
