@@ -214,6 +214,22 @@ def varies(value: jax.Array, axis_name: AxisName) -> bool:
     return not _varying(value).isdisjoint(_names(axis_name))
 
 
+def unnamed_axes(
+    tree: PyTree, axis_name: AxisName | None, *, parameters: PyTree
+) -> tuple[str, ...]:
+    """Mapped axes over which the tree varies, and which neither the name nor all parameters have.
+
+    Rows lie over such an axis, and their gradient would be summed over it by JAX, undivided. An
+    axis over which all parameters vary is another matter: every rank of it has a model of its own,
+    as in an ensemble. None where types do not tell what varies.
+    """
+    named = frozenset() if axis_name is None else frozenset(_names(axis_name))
+    leaves = jax.tree.leaves(parameters)
+    own = frozenset.intersection(*map(_varying, leaves)) if leaves else frozenset()
+    over = frozenset().union(*map(_varying, jax.tree.leaves(tree)))
+    return tuple(sorted(over - named - own))
+
+
 def zeros_like(value: Any, dtype: Any) -> jax.Array:
     """Zeros that vary over the axes that `value` varies over, sharded as its type is."""
     # jnp.zeros_like forgets how a value is sharded over axes of type Explicit; a select does not

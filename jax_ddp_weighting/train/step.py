@@ -153,6 +153,7 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
             for name, term in found.loss.terms.items()
             if has_gradient(gradient.factors[name])
         ]
+        # With bad weights all of them are 0, so that such a step is one without weight.
         skipped = ~((found.accepted != 0) & jnp.any(jnp.stack(pulling)))
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, found.state)
         return StepReport(found.loss, found.accepted, skipped), found.gradients, state

@@ -5,12 +5,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.sums import WeightedSum, divide, weighted_sum
+from jax_ddp_weighting.weighting.counts import (
+    Sum,
+    as_sum,
+    is_bad,
+    sum_weights,
+    to_divisor,
+    to_report,
+    widen,
+)
+from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 LossFn = Callable[..., Any]
 """`(params, batch) -> WeightedSum`, or a dict of them; with `rng` as a third argument if one is
@@ -29,8 +40,18 @@ def name_sums(sums: Any) -> dict[str, WeightedSum] | None:
 def check_scalars(
     terms: Mapping[str, WeightedSum], *, returned_by: str, called: str = "term "
 ) -> None:
-    """Raises `ValueError` unless every sum is one of scalars; the others speak in the error."""
+    """Raises unless every sum is one of scalars; the others speak in the error.
+
+    Raises:
+        TypeError: a total or a weight is no number, or a weight is complex.
+        ValueError: one is no scalar.
+    """
     for name, each in terms.items():
+        if not (_is_number(each.total) and _is_number(each.weight, real=True)):
+            raise TypeError(
+                f"{returned_by} must return sums of numbers, got total {describe(each.total)} and "
+                f"weight {describe(each.weight)} for {called}{name!r}. weighted_sum makes them."
+            )
         if jnp.shape(each.total) != () or jnp.shape(each.weight) != ():
             raise ValueError(
                 f"{returned_by} must return scalar sums, got total {jnp.shape(each.total)} and "
@@ -38,10 +59,20 @@ def check_scalars(
             )
 
 
+def _is_number(value: Any, *, real: bool = False) -> bool:
+    if not hasattr(value, "dtype"):
+        return isinstance(value, int | float | (int if real else complex))
+    kinds = (jnp.bool_, jnp.integer, jnp.floating if real else jnp.inexact)
+    return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
 def name_terms(
     sums: Any, coefficients: Mapping[str, Any] | None, *, caller: str = "value_and_grad"
 ) -> dict[str, WeightedSum]:
-    """What a loss function returned, as terms by name, each of which has a coefficient."""
+    """What a loss function returned, as terms by name, each of which has a coefficient.
+
+    They come widened: what a loss function has summed by hand may be as narrow as int8.
+    """
     terms = name_sums(sums)
     if terms is None:
         raise TypeError(
@@ -64,7 +95,15 @@ def name_terms(
             f"coefficients={{{', '.join(f'{name!r}: 1.0' for name in sorted(terms))}}}."
         )
     check_scalars(terms, returned_by=f"{caller}: loss_fn")
-    return terms
+    return {name: _whole(each) for name, each in terms.items()}
+
+
+def _whole(each: WeightedSum) -> WeightedSum:
+    """The sum widened, and with all of it in its total and its weight."""
+    each = jax.tree.map(widen, each)
+    if each.beyond is None:
+        return each
+    return WeightedSum(each.total + each.beyond.total, each.weight + each.beyond.weight)
 
 
 class StepWeights(NamedTuple):
@@ -75,53 +114,98 @@ class StepWeights(NamedTuple):
     all-reduce per dtype carries them all.
 
     Attributes:
+        bad: how many weights cannot count; they are in none of the sums.
         accepted: the weight of the batch's rows; None where nobody asks for it.
         missing: the weight of ranks that are not there any more; None but for `join_batches`.
         present: the weight of the rows that are there, beside `missing`.
         terms: each term's weight, by name.
     """
 
-    accepted: Array | None
-    missing: Array | None
-    present: Array | None
-    terms: dict[str, Array]
+    bad: Array
+    accepted: Sum | None
+    missing: Sum | None
+    present: Sum | None
+    terms: dict[str, Sum]
 
 
-def row_weights(batch: Any, *, accepted: bool) -> StepWeights:
-    """What a batch's rows weigh, without any terms yet.
+def sum_step_weights(
+    batch: Any, terms: Mapping[str, WeightedSum], *, accepted: bool
+) -> StepWeights:
+    """The weights of one rank's microbatch: those of its terms, and those of its rows.
+
+    The rule for what is bad: a row of a `Batch` whose weight is negative, NaN or infinite; and
+    where no row is, or no `Batch` was given, a term whose weight is.
 
     Args:
-        batch: what a loss function is given; weights of rows are read from a `Batch` alone.
+        batch: what a loss function was given; weights of rows are read from a `Batch` alone.
+        terms: what it returned, widened.
         accepted: whether the weight of its rows is asked for.
     """
-    rows = jnp.asarray(batch.weights) if accepted else None
-    # the weight alone: zeros in place of losses, summed up, would cost a small step 1 %
-    counted = None if rows is None else weighted_sum(jnp.zeros(rows.shape), rows).weight
-    if not isinstance(batch, Batch) or batch.missing is None:
-        return StepWeights(counted, None, None, {})
-    return StepWeights(counted, jnp.sum(batch.missing), jnp.sum(batch.weights), {})
-
-
-def add_missing(weights: StepWeights, coefficients: Mapping[str, Any] | None) -> dict[str, Array]:
-    """The terms' weights of a whole step, as if missing ranks had weighed what the others do.
-
-    The rule: with `M` the weight of the missing ranks and `V` that of those present, every term
-    that counts is divided by `1 + M / V` times its weight, whatever it is weighed in.
-    """
-    if weights.missing is None:
-        return weights.terms
-    stretch = 1 + divide(weights.missing, weights.present)
-    factors = coefficients or {"loss": 1.0}
-    return {
-        # a metric is a mean over what is there, so it is not stretched
-        name: weight * stretch if has_gradient(factors[name]) else weight
-        for name, weight in weights.terms.items()
+    bad_terms = sum((is_bad(each.weight).astype(jnp.int32) for each in terms.values()), start=0)
+    weights = {
+        name: as_sum(jnp.where(is_bad(each.weight), 0, each.weight)) for name, each in terms.items()
     }
+    if not isinstance(batch, Batch):
+        return StepWeights(jnp.asarray(bad_terms), None, None, None, weights)
+    rows, bad_rows = sum_weights(jnp.asarray(batch.weights))
+    # a bad row is bad in its term too, where it must not be counted again
+    bad = jnp.where(bad_rows > 0, bad_rows, bad_terms)
+    if batch.missing is None:
+        return StepWeights(bad, rows if accepted else None, None, None, weights)
+    missing, _ = sum_weights(jnp.asarray(batch.missing))
+    return StepWeights(bad, rows if accepted else None, missing, rows, weights)
+
+
+class Denominators(NamedTuple):
+    """What a step is divided by, the same on every rank.
+
+    Attributes:
+        bad: how many weights of the step cannot count.
+        accepted: the weight of all ranks' rows; None where nobody asks for it.
+        terms: what each term is divided by, a float.
+        weights: the same as it is reported: an integer where weights are integers.
+        beyond: what an integer of 32 bits leaves out of it, or None.
+    """
+
+    bad: Array
+    accepted: Array | None
+    terms: dict[str, Array]
+    weights: dict[str, Array]
+    beyond: dict[str, Array | None]
+
+
+def to_denominators(step: StepWeights, coefficients: Mapping[str, Any] | None) -> Denominators:
+    """What to divide by, of the weights summed over the whole step.
+
+    The rule: all are 0 where any weight of the step is bad, so that it counts for nothing, as a
+    step without weight does. And with `M` the weight of missing ranks and `V` that of those
+    present, every term that pulls is divided by `1 + M / V` times its weight, whatever it is
+    weighed in.
+    """
+    good = step.bad == 0
+    sums = jax.tree.map(lambda leaf: jnp.where(good, leaf, 0), step)
+    terms = {name: to_divisor(each) for name, each in sums.terms.items()}
+    reported = {name: to_report(each) for name, each in sums.terms.items()}
+    if sums.missing is not None and sums.present is not None:
+        stretch = 1 + divide(to_divisor(sums.missing), to_divisor(sums.present))
+        factors = coefficients or {"loss": 1.0}
+        for name in terms:
+            if has_gradient(factors[name]):  # a metric is a mean over what is there
+                terms[name] = terms[name] * stretch
+                reported[name] = terms[name], None
+    accepted = None if sums.accepted is None else to_report(sums.accepted)[0]
+    weights = {name: weight for name, (weight, _) in reported.items()}
+    beyond = {name: rest for name, (_, rest) in reported.items()}
+    return Denominators(step.bad, accepted, terms, weights, beyond)
 
 
 def has_gradient(factor: Any) -> bool:
-    """Whether a term has a part in the loss: a coefficient of plain 0 makes it a mere metric."""
-    return not (isinstance(factor, int | float) and factor == 0)
+    """Whether a term has a part in the loss: a coefficient of 0 makes it a mere metric.
+
+    However the 0 is spelled: as a number, a bool, or an array on the host or on a device. Of a
+    traced coefficient nothing is known while the program is made, so its term pulls.
+    """
+    return isinstance(factor, Tracer) or bool(np.any(np.asarray(factor) != 0))
 
 
 def unpack(out: Any, *extras: str) -> tuple[Any, ...]:
@@ -136,32 +220,54 @@ def unpack(out: Any, *extras: str) -> tuple[Any, ...]:
     return out
 
 
-def check_state(old: PyTree, new: PyTree, axis_name: AxisName | None) -> PyTree:
-    """The new state of a model, if it has the form of the old one and is the same on every rank."""
+def check_state(
+    old: PyTree, new: PyTree, axis_name: AxisName | None, again: Callable[[], PyTree]
+) -> PyTree:
+    """The new state of a model, if it has the form of the old one and is the same on every rank.
+
+    Args:
+        old: the state that went in.
+        new: the state that came out.
+        axis_name: the mapped data axis, or None.
+        again: the new state once more, computed from the parameters as they were given. Those that
+            gradients are taken of have been made to vary over the ranks, in type alone, and so has
+            what a model keeps of them, such as the norm of a weight. Only what varies even so may
+            differ from rank to rank.
+    """
     if jax.tree.structure(old) != jax.tree.structure(new):
         raise ValueError(
             "value_and_grad: loss_fn must return a state of the structure it was given, got "
             f"{jax.tree.structure(new)} for {jax.tree.structure(old)}. Return all that came in, "
             "and nothing else."
         )
+    new = jax.tree_util.tree_map_with_path(_check_form, old, new)
+    if axis_name is None or not any(mesh.varies(leaf, axis_name) for leaf in jax.tree.leaves(new)):
+        return new
 
-    def checked(path: Any, before: Any, after: Any) -> Array:
-        before, after = jnp.asarray(before), jnp.asarray(after)
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise ValueError(
-                f"value_and_grad: loss_fn must return a state of the form it was given, got "
-                f"{describe(after)} for {describe(before)} at state"
-                f"{jax.tree_util.keystr(path)}. Cast it back, or initialise it so."
-            )
-        if axis_name is not None and mesh.varies(after, axis_name):
+    def check_same(path: Any, leaf: Array, shared: Any) -> Array:
+        if not mesh.varies(leaf, axis_name):
+            return leaf
+        shared = jnp.asarray(shared)
+        if mesh.varies(shared, axis_name):
             raise ValueError(
                 "value_and_grad: loss_fn must return a state that is the same on every rank, got "
                 f"one that may vary over {axis_name!r} at state{jax.tree_util.keystr(path)}. Sum "
                 "what it is made of over the ranks, as a BatchNorm that is given the axis does."
             )
-        return after
+        return shared
 
-    return jax.tree_util.tree_map_with_path(checked, old, new)
+    return jax.tree_util.tree_map_with_path(check_same, new, again())
+
+
+def _check_form(path: Any, before: Any, after: Any) -> Array:
+    before, after = jnp.asarray(before), jnp.asarray(after)
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+        raise ValueError(
+            f"value_and_grad: loss_fn must return a state of the form it was given, got "
+            f"{describe(after)} for {describe(before)} at state"
+            f"{jax.tree_util.keystr(path)}. Cast it back, or initialise it so."
+        )
+    return after
 
 
 def describe(value: Any) -> str:

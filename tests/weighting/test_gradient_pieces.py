@@ -19,10 +19,10 @@ from jax_ddp_weighting.weighting.gradient import (
 )
 from jax_ddp_weighting.weighting.loss_terms import (
     StepWeights,
-    add_missing,
     check_scalars,
     name_sums,
-    row_weights,
+    sum_step_weights,
+    to_denominators,
 )
 
 BATCH = Batch.of(np.float32([1, 2, 3, 4]), weights=np.int32([1, 0, 2, 1]))
