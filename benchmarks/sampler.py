@@ -183,7 +183,7 @@ def auditing() -> None:
 FIRST_BATCH = """
 import resource, statistics, time
 import numpy as np
-from jax_ddp_weighting.plan import EpochPlan
+from jax_ddp_weighting.sampling.plan import EpochPlan
 def used():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before, times = used(), []

@@ -1,6 +1,7 @@
 """Imports point down the house, names have one home, and what is numpy alone never imports JAX."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,22 @@ def imported(source: str) -> dict[str, set[str]]:
     for name in found.get(PREFIX.rstrip("."), set()):  # from jax_ddp_weighting import name
         package[PREFIX + name] = set()
     return {name.removeprefix(PREFIX): names for name, names in package.items()}
+
+
+def picture(text: str) -> list[tuple[str, ...]]:
+    """The floors of the house as an indented block shows them: rooms, and words about them."""
+    lines = re.findall(r"(?m)^    (\S.*)$", text)
+    return [tuple(re.split(r" \| ", re.split(r"  +", line)[0])) for line in lines]
+
+
+def test_contributing_shows_the_house_as_the_list_has_it():
+    assert picture((PACKAGE.parent / "CONTRIBUTING.md").read_text()) == list(FLOORS)
+
+
+def test_a_picture_of_another_house_is_found():
+    assert picture("    cli    calls\n    train | data  steps\n") == [("cli",), ("train", "data")]
+    right = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    assert picture(right.replace("sampling | distributed", "sampling | data")) != list(FLOORS)
 
 
 def room_of(module: str) -> str:
@@ -133,28 +150,27 @@ def test_a_name_taken_secondhand_is_found():
     assert taken_secondhand("from jax_ddp_weighting.data.batch import Batch") == set()
 
 
-def modules_after(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys; print(*sys.modules)"
+def modules_after(*statements: str) -> list[set[str]]:
+    """The modules that are loaded after each of the statements, in a process of their own."""
+    code = "import sys\n" + "\n".join(f"{each}\nprint(*sys.modules)" for each in statements)
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(out.stdout.split())
+    return [set(line.split()) for line in out.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("module", ["sampling", "cli.app"])
-def test_sampling_and_the_command_line_import_no_jax(module):
-    # in a process of its own: this one has imported JAX long ago
-    loaded = modules_after(f"import jax_ddp_weighting.{module}")
-    assert "jax" not in loaded
-    assert "scipy" not in loaded  # 0.2 s that only torch's order needs
-
-
-def test_training_imports_flax_nnx_only_when_it_is_asked_for():
-    assert "flax.nnx" not in modules_after("import jax_ddp_weighting.train")
-    asked = "from jax_ddp_weighting.train import make_nnx_train_step"
-    assert "flax.nnx" in modules_after(asked)
-
-
-def test_the_checks_of_what_is_loaded_can_fail():
-    assert "jax" in modules_after("import jax_ddp_weighting.distributed")
+def test_rooms_load_no_more_than_they_need():
+    # in one process that loads more and more: this one has imported JAX long ago
+    sampling, command_line, train, nnx = modules_after(
+        "import jax_ddp_weighting.sampling",
+        "import jax_ddp_weighting.cli.app",
+        "import jax_ddp_weighting.train",
+        "from jax_ddp_weighting.train import make_nnx_train_step",
+    )
+    for loaded in (sampling, command_line):
+        assert "jax" not in loaded
+        assert "scipy" not in loaded  # 0.2 s that only torch's order needs
+    assert "jax" in train  # so the checks above can fail, and the next one too
+    assert "flax.nnx" not in train
+    assert "flax.nnx" in nnx
 
 
 @pytest.mark.parametrize("room", PUBLIC)

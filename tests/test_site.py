@@ -3,12 +3,13 @@
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 import jax_ddp_weighting
+from jax_ddp_weighting._rooms import PUBLIC
 from jax_ddp_weighting.cli import app as cli
 
 ROOT = Path(__file__).parent.parent
@@ -26,16 +27,15 @@ PROGRAMS = [
 @pytest.mark.parametrize(("code", "output"), PROGRAMS)
 def test_programs_print_what_is_shown(code, output, tmp_path):
     # in a process of its own: a program sets its own device count
-    command = [sys.executable, "-c", code]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == output
+    status, out, err = run_program(code, tmp_path)
+    assert status == 0, err
+    assert out == output
 
 
 def test_a_run_that_was_logged_as_shown_can_be_audited_as_shown(tmp_path, monkeypatch):
     text = (DOCS / "command-line.md").read_text()
     (program,) = [code for code, _ in BLOCK.findall(text) if "json.dumps" in code]
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=tmp_path)
+    assert run_program(program, tmp_path)[0] == 0
     (command,) = re.findall(r"^jax-ddp-weighting (audit .*\.jsonl .*)$", text, flags=re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     arguments = command.replace("epoch0-*.jsonl", *map(str, tmp_path.glob("epoch0-*.jsonl")))
@@ -44,10 +44,25 @@ def test_a_run_that_was_logged_as_shown_can_be_audited_as_shown(tmp_path, monkey
     assert cli.run(without_weights.split()) == 1
 
 
-def test_every_program_of_the_tutorial_shows_its_output():
-    for path in (DOCS / "tutorial").glob("*.md"):
-        programs = re.findall(r"^```python$", path.read_text(), flags=re.MULTILINE)
-        assert len(programs) == len(BLOCK.findall(path.read_text())) > 0, path.name
+def test_every_program_shows_its_output():
+    shown = {}
+    for page in PAGES:
+        text = (DOCS / page).read_text()
+        programs = re.findall(r"^```python$", text, flags=re.MULTILINE)
+        shown[page] = len(BLOCK.findall(text))
+        case = page == "command-line.md"  # a module of the user's own, which a command runs
+        assert len(programs) == shown[page] + case, page
+    assert all(shown[page] for page in PAGES if page.startswith("tutorial/"))
+
+
+def test_the_case_that_is_shown_can_be_proved(tmp_path, monkeypatch):
+    (case,) = re.findall(
+        r"```python\n(.*?)```\n\n## diagnose", (DOCS / "command-line.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "shown_case.py").write_text(case.split("```python\n")[-1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.run(["parity", "shown_case:case", "--split", "2,1", "--engine", "vmap"]) == 0
 
 
 def commands() -> list[tuple[str, str]]:
@@ -97,13 +112,62 @@ def test_every_command_is_documented():
     assert re.findall(r"^## (\w+)$", shown, flags=re.MULTILINE) == names
 
 
+def names_shown(page: str) -> list[str]:
+    """The names that a page of the reference documents."""
+    return re.findall(r"^::: jax_ddp_weighting\.(\w+)$", page, flags=re.MULTILINE)
+
+
+def reference() -> dict[str, str]:
+    """The pages of the reference, by the room that each is about."""
+    return {path.stem: path.read_text() for path in (DOCS / "reference").glob("*.md")}
+
+
+def rooms_shown() -> dict[str, tuple[str, ...]]:
+    """What the reference is to show: the public names of every room, but for the version."""
+    return {room.lstrip("_"): names for room, names in PUBLIC.items() if room != "_version"}
+
+
 def test_every_public_name_is_on_one_page_of_the_reference():
-    pages = "".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
-    shown = re.findall(r"^::: jax_ddp_weighting\.(\w+)$", pages, flags=re.MULTILINE)
+    shown = names_shown("".join(reference().values()))
     assert sorted(shown) == sorted(jax_ddp_weighting.__all__)
 
 
+def test_the_reference_has_a_page_for_each_room_with_the_rooms_names():
+    found = {room: sorted(names_shown(page)) for room, page in reference().items()}
+    assert found == {room: sorted(names) for room, names in rooms_shown().items()}
+
+
+def test_a_name_that_a_page_does_not_show_is_found():
+    page = reference()["data"]
+    assert sorted(names_shown(page)) == sorted(PUBLIC["data"])
+    assert sorted(names_shown(page.replace("::: jax_ddp_weighting.Batch\n", ""))) != sorted(
+        PUBLIC["data"]
+    )
+
+
+def pages_named(navigation: str) -> list[str]:
+    """The pages that a navigation names, in its order; read as text: no mkdocs in the suite."""
+    return re.findall(r": ([\w/-]+\.md)$", navigation, flags=re.MULTILINE)
+
+
 def test_every_page_is_in_the_navigation():
-    # read as text: the base suite does without mkdocs
-    named = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
-    assert sorted(named) == PAGES
+    assert sorted(pages_named((ROOT / "mkdocs.yml").read_text())) == PAGES
+
+
+def test_the_navigation_names_the_rooms_in_the_order_of_the_list():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("  - Reference:\n")[2]
+    assert navigation.splitlines() == [f"      - {r}: reference/{r}.md" for r in rooms_shown()]
+
+
+def test_a_page_that_the_navigation_leaves_out_is_found():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert sorted(pages_named(navigation.replace("reference/data.md", "data"))) != PAGES
+
+
+def test_links_between_pages_lead_to_pages_and_names():
+    for page in PAGES:
+        links = re.findall(r"\]\(([^)#:]+\.md)(?:#([^)]*))?\)", (DOCS / page).read_text())
+        for target, anchor in links:
+            text = ((DOCS / page).parent / target).read_text()
+            if anchor.startswith("jax_ddp_weighting."):
+                assert anchor.removeprefix("jax_ddp_weighting.") in names_shown(text), page

@@ -60,7 +60,7 @@ def audit_epochs(
         >>> first.audit.accepted, first.audit.num_duplicated, second.new_order
         (12, 2, True)
     """
-    epochs = check_integer("audit: epochs", epochs, 1, _EPOCHS, f"be an integer in [1, {_EPOCHS}]")
+    epochs = check_integer("audit: epochs", epochs, 1, _EPOCHS)
     if plan.num_replicas * epochs > RANKS:
         raise ValueError(
             f"audit: ranks of all epochs must be at most {RANKS:,}, got"
@@ -81,15 +81,13 @@ def audit_epochs(
         )
     audited: list[AuditedEpoch] = []
     for epoch in range(epochs):
-        audit, order = _walked(plan, epoch, advance)
+        audit, order = _walk(plan, epoch, advance)
         new_order = order != audited[-1].order if audited else None
         audited.append(AuditedEpoch(audit, order, new_order))
     return audited
 
 
-def _walked(
-    plan: EpochPlan, epoch: int, advance: Callable[[int], object]
-) -> tuple[EpochAudit, str]:
+def _walk(plan: EpochPlan, epoch: int, advance: Callable[[int], object]) -> tuple[EpochAudit, str]:
     ledger = Ledger(plan.num_examples, epoch=epoch)
     digest = hashlib.blake2b(digest_size=16)
     per_rank = []

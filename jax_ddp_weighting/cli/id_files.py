@@ -3,17 +3,38 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Integer, Num
 
-from jax_ddp_weighting._arguments import list_some
+from jax_ddp_weighting._arguments import check_weights, list_some
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npz")
-_OPTIONS = {"ids": "--column", "weights": "--weight-column"}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What files are read for: how errors call it, what belongs in them, and who names a column."""
+
+    what: str
+    numbers: str
+    dtype: np.dtype[Any]
+    types: type[int] | type[float]
+    option: str
+
+    def holds(self, value: object) -> bool:
+        """Whether a JSON value is such a number: `true` is none, though Python says so."""
+        if isinstance(value, bool) or not isinstance(value, int | self.types):
+            return False
+        return self.types is float or -(2**63) <= value < 2**63
+
+
+_IDS = _Kind("ids", "integers of 64 bits", np.dtype(np.int64), int, "--column")
+_WEIGHTS = _Kind("weights", "numbers", np.dtype(np.float64), float, "--weight-column")
 
 
 def read_ids(path: Path, *, column: str | None = None) -> Integer[np.ndarray, " slots"]:
@@ -41,7 +62,7 @@ def read_ids(path: Path, *, column: str | None = None) -> Integer[np.ndarray, " 
         >>> read_ids(path)
         array([ 0,  4,  8, 12])
     """
-    ids = _read("ids", path, column, np.dtype(np.int64), _is_integer)
+    ids = _read(_IDS, path, column)
     if ids.dtype.kind not in "iu":
         raise ValueError(
             f"{path}: ids must be integers, got an array of {ids.dtype}. Save the indices of the"
@@ -70,19 +91,15 @@ def read_weights(path: Path, *, column: str | None = None) -> Float64[np.ndarray
             f"{path}: weights must be text or an array where no column is named, got JSON lines."
             " Give a .txt or .npy file."
         )
-    weights = _read("weights", path, column, np.dtype(np.float64), _is_number)
+    weights = _read(_WEIGHTS, path, column)
     if weights.dtype.kind not in "iufb":
         raise ValueError(
             f"{path}: weights must be numbers, got an array of {weights.dtype}. Padding weighs 0,"
             " every other slot what it counts."
         )
     weights = weights.astype(np.float64)
-    wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
-    if wrong.size:
-        raise ValueError(
-            f"{path}: weights must be finite and at least 0, got {weights[wrong[0]]:g} at row"
-            f" {wrong[0]}. What is not to count weighs 0."
-        )
+    remedy = "What is not to count weighs 0."
+    check_weights(f"{path}: weights", weights, remedy, first=0, show="g")
     return weights
 
 
@@ -133,16 +150,11 @@ def read_ranks(
     return ids, weights or None
 
 
-def _read(
-    what: str,
-    path: Path,
-    column: str | None,
-    dtype: np.dtype[Any],
-    belongs: Callable[[object], bool],
-) -> Num[np.ndarray, " slots"]:
+def _read(kind: _Kind, path: Path, column: str | None) -> Num[np.ndarray, " slots"]:
     if path.is_dir():
         raise ValueError(
-            f"{path}: must be a file of {what}, got a folder. Name the files in it, one a rank."
+            f"{path}: must be a file of {kind.what}, got a folder. Name the files in it, one a"
+            " rank."
         )
     if path.suffix in _PACKED:
         raise ValueError(
@@ -150,27 +162,27 @@ def _read(
             " name what was in it."
         )
     if path.suffix in JSON_LINES:
-        return _from_json_lines(what, path, column, dtype, belongs)
+        return _from_json_lines(kind, path, column)
     if column is not None:
         raise ValueError(
             f"{path}: a column is for JSON lines ({', '.join(JSON_LINES)}), got {column!r}."
             " Rename the file, or leave the column out."
         )
-    return _from_npy(what, path) if path.suffix == ".npy" else _from_text(what, path, dtype)
+    return (_from_npy if path.suffix == ".npy" else _from_text)(kind, path)
 
 
-def _from_npy(what: str, path: Path) -> Num[np.ndarray, " slots"]:
+def _from_npy(kind: _Kind, path: Path) -> Num[np.ndarray, " slots"]:
     try:
         array = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(
             f"{path}: must be an array of numbers that numpy.save wrote, got something else"
-            f" ({_one_line(error)}). Write the {what} with numpy.save."
+            f" ({_one_line(error)}). Write the {kind.what} with numpy.save."
         ) from None
     return np.ravel(array)
 
 
-def _from_text(what: str, path: Path, dtype: np.dtype[Any]) -> Num[np.ndarray, " slots"]:
+def _from_text(kind: _Kind, path: Path) -> Num[np.ndarray, " slots"]:
     try:
         text = path.read_text("utf-8-sig")  # editors of Windows start it with a byte order mark
     except UnicodeDecodeError:
@@ -178,17 +190,16 @@ def _from_text(what: str, path: Path, dtype: np.dtype[Any]) -> Num[np.ndarray, "
             f"{path}: must be text in UTF-8, got other bytes. Arrays are read from .npy files."
         ) from None
     try:
-        return np.array(_words(text), dtype)
+        return np.array(_words(text), kind.dtype)
     except (ValueError, OverflowError):
-        number, word = next(_misfits(text, dtype))
-        kind = "integers of 64 bits" if dtype.kind == "i" else "numbers"
+        number, word = next(_misfits(text, kind.dtype))
         remedy = f"JSON lines are read from files named {' or '.join(JSON_LINES)}."
         if _is_header(text, number):
-            remedy = f"Remove the header: only {what} belong in the file."
-            if what == "ids":
+            remedy = f"Remove the header: only {kind.what} belong in the file."
+            if kind is _IDS:
                 remedy += " Weights go in files of their own, named by --weights."
         raise ValueError(
-            f"{path}: line {number}: {what} must be {kind}, got {word!r}. {remedy}"
+            f"{path}: line {number}: {kind.what} must be {kind.numbers}, got {word!r}. {remedy}"
         ) from None
 
 
@@ -213,24 +224,16 @@ def _misfits(text: str, dtype: np.dtype[Any]) -> Iterator[tuple[int, str]]:
                 yield number, word
 
 
-def _from_json_lines(
-    what: str,
-    path: Path,
-    column: str | None,
-    dtype: np.dtype[Any],
-    belongs: Callable[[object], bool],
-) -> Num[np.ndarray, " slots"]:
+def _from_json_lines(kind: _Kind, path: Path, column: str | None) -> Num[np.ndarray, " slots"]:
     values: list[Any] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                values += _in_column(what, f"{path}: line {number}", line, column, belongs)
-    return np.array(values, dtype)
+                values += _in_column(kind, f"{path}: line {number}", line, column)
+    return np.array(values, kind.dtype)
 
 
-def _in_column(
-    what: str, where: str, line: bytes, column: str | None, belongs: Callable[[object], bool]
-) -> list[Any]:
+def _in_column(kind: _Kind, where: str, line: bytes, column: str | None) -> list[Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:  # the latter where it is nested too deeply
@@ -246,26 +249,17 @@ def _in_column(
     if column is None or column not in entry:
         asked = "got no column to read" if column is None else f"got no column {column!r}"
         raise ValueError(
-            f"{where}: {what} must be in a named column, {asked}. This line has"
-            f" {list_some([repr(key) for key in entry]) or 'none'}: name one by {_OPTIONS[what]}."
+            f"{where}: {kind.what} must be in a named column, {asked}. This line has"
+            f" {list_some([repr(key) for key in entry]) or 'none'}: name one by {kind.option}."
         )
     values = entry[column] if isinstance(entry[column], list) else [entry[column]]
-    wrong = [value for value in values if not belongs(value)]
+    wrong = [value for value in values if not kind.holds(value)]
     if wrong:
-        kind = "integers of 64 bits" if belongs is _is_integer else "numbers"
         raise ValueError(
-            f"{where}: {what} must be {kind}, got {json.dumps(wrong[0])[:40]} in {column!r}."
-            " A batch is one list of them."
+            f"{where}: {kind.what} must be {kind.numbers}, got {json.dumps(wrong[0])[:40]} in"
+            f" {column!r}. A batch is one list of them."
         )
     return values
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,17 +1,19 @@
 """What the commands share: the program's name, exit statuses, and options."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Annotated
 
 import typer
 
-from jax_ddp_weighting.sampling.plan import Order, Tail
+from jax_ddp_weighting.sampling.plan import EpochPlan, Order, Tail
 
 NAME = "jax-ddp-weighting"
 RIGHT, WRONG, BAD_INPUT = 0, 1, 2
+OF_A_PLAN = ("num_examples", "num_replicas", "batch_size", "tail", "order", "seed", "shuffle")
+"""The parameters of a command that together are a plan: an `EpochPlan` calls them the same."""
 
 
-def whole_number(given: str | int) -> int:
+def read_whole_number(given: str | int) -> int:
     """`1000`, `1_000` and `1e3`; defaults are numbers already."""
     text = str(given)
     try:
@@ -24,7 +26,8 @@ def whole_number(given: str | int) -> int:
     return whole
 
 
-NUMBER = {"parser": whole_number, "metavar": "INT"}
+# the commands check ranges themselves: typer's own range types would say less
+NUMBER = {"parser": read_whole_number, "metavar": "INT"}
 NumExamples = Annotated[
     int, typer.Option("--num-examples", "-n", help="Length of the dataset.", **NUMBER)
 ]
@@ -42,10 +45,20 @@ OrderOption = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Chooses the orders.", **NUMBER)]
 Shuffle = Annotated[bool, typer.Option("--shuffle/--no-shuffle", help="A new order each epoch.")]
+X64 = Annotated[bool, typer.Option("--x64", help="Let JAX hold 64-bit numbers.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
-def given(context: typer.Context, parameters: Sequence[str]) -> list[str]:
+def plan_of(context: typer.Context) -> EpochPlan:
+    """The plan that a command's options describe.
+
+    They are read from the context, where the command's own parameters only declare them: three
+    commands take all seven, and none does anything else with them.
+    """
+    return EpochPlan(**{name: context.params[name] for name in OF_A_PLAN})
+
+
+def find_given(context: typer.Context, parameters: Collection[str]) -> list[str]:
     """The options, of these parameters, that stand on the command line: defaults do not."""
     found = []
     for parameter in context.command.params:

@@ -107,7 +107,7 @@ def summarise(plan: EpochPlan, epoch: int) -> PlanSummary:
         ValueError: there is no such epoch.
 
     Example:
-        >>> mask, repeat, drop = summarised(EpochPlan(47, 3, 8), epoch=0).tails
+        >>> mask, repeat, drop = summarise(EpochPlan(47, 3, 8), epoch=0).tails
         >>> mask.padding, repeat.copies, drop.left_out
         (1, 1, 23)
     """
@@ -164,7 +164,7 @@ def describe_plan(plan: EpochPlan) -> dict[str, Any]:
     }
 
 
-def as_json(audit: EpochAudit) -> dict[str, Any]:
+def audit_as_dict(audit: EpochAudit) -> dict[str, Any]:
     """An audit as plain JSON-able values; ids that are keys become text, as JSON wants them."""
     duplicated = {str(each): count for each, count in audit.duplicated.items()}
     return asdict(audit) | {"exactly_once": audit.exactly_once, "duplicated": duplicated}

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import PyTree
 
-from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.batch import Batch, check_batch
 from jax_ddp_weighting.testing.comparison import ParityError, ParityReport
 from jax_ddp_weighting.testing.parity import check_gradients
 from jax_ddp_weighting.weighting.gradient import GlobalLoss
@@ -73,7 +73,7 @@ def tiny_case() -> dict[str, Any]:
     return {"loss_fn": loss_fn, "params": params, "batch": Batch.of(data, weights=weights)}
 
 
-def checked_case(case: Any) -> dict[str, Any]:
+def check_case(case: Any) -> dict[str, Any]:
     """What a user's function returned, as arguments of `check_gradients`.
 
     Raises:
@@ -87,11 +87,7 @@ def checked_case(case: Any) -> dict[str, Any]:
             "parity: target must return loss_fn, params and batch, as a tuple or a dict, got"
             f" {got}. Further keys are arguments of check_gradients."
         )
-    if not isinstance(case["batch"], Batch):
-        raise ValueError(
-            "parity: batch of the target must be a Batch, got"
-            f" {type(case['batch']).__name__}. Batch.of(data, weights) makes one."
-        )
+    check_batch("parity: batch of the target must be a Batch", case["batch"])
     weights = np.asarray(case["batch"].weights)
     if not (weights > 0).any():
         raise ValueError(
@@ -146,13 +142,13 @@ def prove(
     options = {"splits": splits, "engines": engines, "microbatches": microbatches, "rtol": rtol}
     given = {name: value for name, value in options.items() if value is not None}
     case = {"splits": default_splits(len(case["batch"].weights)), **case, **given}
-    report, failure = _compared(case)
+    report, failure = _compare(case)
     wrong = {"gradient": mean_of_local_means, "engines": [_CONTROL_ENGINE]}
-    control, _ = _compared({**case, **wrong})
+    control, _ = _compare({**case, **wrong})
     return Proof(report, control, failure)
 
 
-def _compared(case: Mapping[str, Any]) -> tuple[ParityReport, str | None]:
+def _compare(case: Mapping[str, Any]) -> tuple[ParityReport, str | None]:
     try:
         report = check_gradients(**case)
     except ParityError as error:

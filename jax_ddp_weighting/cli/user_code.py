@@ -56,7 +56,7 @@ def load(command: str, target: str) -> Callable[..., Any]:
         raise
     function = getattr(module, function_name, None)
     if not callable(function):
-        names = [name for name, value in vars(module).items() if _shown(module_name, name, value)]
+        names = [name for name, value in vars(module).items() if _is_own(module_name, name, value)]
         raise ValueError(
             f"{command}: {module_name} must hold a function {function_name!r}, got"
             f" {'none' if function is None else type(function).__name__}."
@@ -65,7 +65,7 @@ def load(command: str, target: str) -> Callable[..., Any]:
     return function
 
 
-def _shown(module_name: str, name: str, value: Any) -> bool:
+def _is_own(module_name: str, name: str, value: Any) -> bool:
     own = getattr(value, "__module__", None) == module_name
     return own and callable(value) and not name.startswith("_")
 
@@ -87,7 +87,7 @@ def in_one_line(what: str) -> Iterator[None]:
         with redirect_stdout(sys.stderr):
             yield
     except SystemExit as error:
-        place = _place(traceback.extract_tb(error.__traceback__), error)
+        place = _find_line(traceback.extract_tb(error.__traceback__), error)
         raise ValueError(
             f"{what} ended the program{place}. Guard it by if __name__ == '__main__'."
         ) from error
@@ -100,11 +100,11 @@ def in_one_line(what: str) -> Iterator[None]:
         words = f"{words[:_LONGEST]}..." if len(words) > _LONGEST else words
         raise ValueError(
             f"{what} raised {type(error).__name__}{': ' if words else ''}{words}"
-            f"{_place(frames, error)}. Run it by itself to see more."
+            f"{_find_line(frames, error)}. Run it by itself to see more."
         ) from error
 
 
-def _place(frames: traceback.StackSummary, error: BaseException) -> str:
+def _find_line(frames: traceback.StackSummary, error: BaseException) -> str:
     """The last line of the user's own, which is neither installed nor of this library."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}, line {error.lineno})"

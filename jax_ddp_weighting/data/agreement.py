@@ -81,7 +81,7 @@ class EpochRecord:
                 "A sampler's is its `plan`."
             )
         rule = "be an integer of at least 0"
-        epoch = check_integer("EpochRecord.of: epoch", epoch, 0, 2**63 - 1, rule)
+        epoch = check_integer("EpochRecord.of: epoch", epoch, 0, 2**63 - 1, rule=rule)
         if not isinstance(manifest_hash, str):
             raise TypeError(
                 f"EpochRecord.of: manifest_hash must be a string, got {manifest_hash!r}. "

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting._arguments import check_at_least, check_weights
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.placement import device_ids
 
@@ -63,8 +63,8 @@ class Batch:
                 f"{shapes}. Give every leaf the same number of rows."
             )
         rows = shapes[0][0]
-        weights = np.ones(rows, np.int32) if weights is None else _array(weights)
-        ids = np.arange(rows, dtype=np.int32) if ids is None else _array(ids)
+        weights = np.ones(rows, np.int32) if weights is None else _as_array(weights)
+        ids = np.arange(rows, dtype=np.int32) if ids is None else _as_array(ids)
         for name, array in (("weights", weights), ("ids", ids)):
             if array.shape != (rows,):
                 raise ValueError(
@@ -82,12 +82,8 @@ class Batch:
                 "count weighs 0."
             )
         if isinstance(weights, np.ndarray):
-            bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
-            if bad.size:
-                raise ValueError(
-                    "Batch.of: weights must be finite and at least 0, got "
-                    f"{weights[bad[0]]} at row {bad[0]}. A row that is not to count weighs 0."
-                )
+            remedy = "A row that is not to count weighs 0."
+            check_weights("Batch.of: weights", weights, remedy, first=0)
         return cls(data, ids, weights)
 
     def padded(self, multiple: int) -> "Batch":
@@ -113,29 +109,64 @@ class Batch:
             >>> batch.data.tolist(), batch.ids.tolist(), batch.weights.tolist()
             ([7.0, 8.0, 9.0, 7.0], [0, 1, 2, 0], [1, 1, 1, 0])
         """
-        check_integer(
-            "Batch.padded: multiple", multiple, 1, 2**62, "be at least 1", "1 adds no rows."
-        )
-        extra = -self.weights.shape[0] % multiple
-        if not extra:
-            return self
+        check_at_least("Batch.padded: multiple", multiple, 1, "1 adds no rows.", kind="")
+        rows = self.weights.shape[0]
+        return pad_rows(self, rows + -rows % multiple)
 
-        def repeated(leaf: Any) -> Any:
-            numpy = jnp if isinstance(leaf, jax.Array) else np
-            return numpy.concatenate([leaf, numpy.repeat(leaf[:1], extra, axis=0)])
 
-        rows = jax.tree.map(repeated, self)
-        real = np.arange(self.weights.shape[0] + extra) < self.weights.shape[0]
+def pad_rows(batch: Batch, rows: int) -> Batch:
+    """The batch, filled up to so many rows with copies of its first one that weigh nothing.
 
-        def of_real_rows(weights: Any) -> Any:
-            return weights * real.astype(weights.dtype)
+    Copies rather than zeros: what is finite of a real row is finite of padding too, and 0 times an
+    infinite derivative would be NaN. A batch without rows is filled up with zeros.
+    """
+    found = batch.weights.shape[0]
+    if found >= rows:
+        return batch
 
-        missing = jax.tree.map(of_real_rows, rows.missing)
-        return Batch(rows.data, rows.ids, of_real_rows(rows.weights), missing)
+    def repeat_first(leaf: Any) -> Any:
+        numpy = jnp if isinstance(leaf, jax.Array) else np
+        if not found:
+            return numpy.zeros((rows, *leaf.shape[1:]), leaf.dtype)
+        return numpy.concatenate([leaf, numpy.repeat(leaf[:1], rows - found, axis=0)])
+
+    real = np.arange(rows) < found
+
+    def weigh_real_rows(weights: Any) -> Any:
+        weights = repeat_first(weights)
+        return weights * real.astype(weights.dtype)
+
+    return Batch(
+        jax.tree.map(repeat_first, batch.data),
+        repeat_first(batch.ids),
+        weigh_real_rows(batch.weights),
+        jax.tree.map(weigh_real_rows, batch.missing),
+    )
+
+
+MAKE_OR_READ_BATCHES = "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
+"""What to do about something that is no `Batch`, where a plan could have yielded it."""
+
+
+def check_batch(
+    rule: str, batch: object, remedy: str = "Batch.of(data, weights) makes one."
+) -> None:
+    """Refuses what is no `Batch`.
+
+    Args:
+        rule: who asks for what: ``"train step: batch must be a Batch"``.
+        batch: what the caller was given.
+        remedy: a closing sentence for the error.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(batch, Batch):
+        raise TypeError(f"{rule}, got {type(batch).__name__}. {remedy}")
 
 
 def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
-    """A batch with its rows on the mesh, as `mesh.placed` places them, and its ids whole.
+    """A batch with its rows on the mesh, as `mesh.place` places them, and its ids whole.
 
     Raises:
         ValueError: an id would be cut.
@@ -145,5 +176,5 @@ def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
     return meshes.place(batch, sharding)
 
 
-def _array(values: Any) -> Any:
+def _as_array(values: Any) -> Any:
     return values if isinstance(values, jax.Array) else np.asarray(values)

@@ -17,10 +17,10 @@ from jax_ddp_weighting.data.stopping import (
     FAILED,
     GOES_ON,
     ask,
+    find_state,
+    name_holders,
     raise_failure,
     read_answer,
-    state_of,
-    whose,
 )
 from jax_ddp_weighting.data.streams import Stream
 from jax_ddp_weighting.distributed import coordination
@@ -59,7 +59,7 @@ def join_batches(
     Under "initial_ranks" the votes that are missing are in `Batch.missing`, which `value_and_grad`
     and the training steps count in; your own reduction must too.
 
-    Whether anybody goes on is agreed by the devices, one step ahead: a number per rank whose
+    Whether anybody goes on is agreed by the devices, one step ahead: a number per rank name_holders
     maximum is started before the step that runs meanwhile and read after it, so the devices never
     wait for the host. The first batches' form, and a failure, go through the coordination service.
 
@@ -117,16 +117,16 @@ def join_batches(
             f"join_batches: batches must be a stream or several, got {type(batches).__name__}. A "
             "stream is anything that yields Batches."
         )
-    several = _several(batches, ranks)
+    several = _split_streams(batches, ranks)
     if several is None:
         streams = [(iter(batches), ranks)]
     else:
         streams = [(iter(each), (rank,)) for each, rank in zip(several, ranks, strict=True)]
     meeting = coordination.next_meeting("join", jax.process_index(), layout.processes)
-    return _joined(streams, layout, meeting, convention, timeout_s)
+    return _join(streams, layout, meeting, convention, timeout_s)
 
 
-def _several(batches: Any, ranks: tuple[int, ...]) -> Sequence[Any] | None:
+def _split_streams(batches: Any, ranks: tuple[int, ...]) -> Sequence[Any] | None:
     """The streams of a sequence of them; None where `batches` is one stream."""
     if not isinstance(batches, list | tuple) or not batches:
         return None
@@ -140,7 +140,7 @@ def _several(batches: Any, ranks: tuple[int, ...]) -> Sequence[Any] | None:
     return batches
 
 
-def _joined(
+def _join(
     iterators: list[tuple[Iterator[Any], tuple[int, ...]]],
     layout: RankPlacement,
     meeting: Meeting,
@@ -148,14 +148,14 @@ def _joined(
     timeout_s: float,
 ) -> Iterator[Batch]:
     streams = [Stream(iterator, ranks) for iterator, ranks in iterators]
-    state = _opened(streams, layout, meeting, convention, timeout_s)
+    state = _open(streams, layout, meeting, convention, timeout_s)
     step = 0
     while state == GOES_ON:
-        taken = [_voting(stream.take(), convention) for stream in streams]
+        taken = [_give_votes(stream.take(), convention) for stream in streams]
         rows = jax.tree.map(lambda *parts: np.concatenate(parts), *taken)
-        batch = jax.tree.map(layout.globally, rows)
+        batch = jax.tree.map(layout.place_rows, rows)
         # asked before the step that the caller runs on this batch, and read after
-        answer = ask(state_of(streams), layout)
+        answer = ask(find_state(streams), layout)
         yield batch
         step += 1
         state = read_answer(answer, meeting, layout, step, timeout_s)
@@ -163,23 +163,26 @@ def _joined(
         raise_failure(streams, meeting, layout, step, timeout_s)
 
 
-def _voting(batch: Batch, convention: str) -> Batch:
+def _give_votes(batch: Batch, convention: str) -> Batch:
     """The rows with the weights that the convention gives them."""
     if convention == "example":
         return batch
     total = batch.weights.sum(dtype=np.float64)
+    # in float64, and float32 last: a stream's votes add up to one, whatever its weights were
     votes = (batch.weights / total if total else batch.weights).astype(np.float32)
     missing = None
     if convention == "initial_ranks":
         missing = np.zeros_like(votes)
-        missing[0] = 0 if total else 1
+        missing[0] = (
+            0 if total else 1
+        )  # one vote a stream: on one row, and lost where there is none
     return Batch(batch.data, batch.ids, votes, missing)
 
 
 # --- the first batches ----------------------------------------------------------------------------
 
 
-def _opened(
+def _open(
     streams: list[Stream],
     layout: RankPlacement,
     meeting: Meeting,
@@ -187,26 +190,27 @@ def _opened(
     timeout_s: float,
 ) -> int:
     """Agrees with the other processes on what batches look like; whether there are any."""
+    # a process without any rows must make arrays like the others', of this structure and form
     like = [jax.tree.map(lambda x: x[:0], s.upcoming) for s in streams if s.upcoming is not None]
     said = {
         "convention": convention,
         "rows": max(stream.rows_per_rank for stream in streams),
         "failed": any(stream.failure for stream in streams),
-        "forms": {stream.ranks[0]: stream.form for stream in streams if stream.form},
-        "like": _packed(like[0]) if like else None,
+        "forms": {stream.ranks[0]: stream.format for stream in streams if stream.format},
+        "like": _pack(like[0]) if like else None,
     }
-    judge = partial(_judged_opening, layout=layout, timeout_s=timeout_s)
+    judge = partial(_judge_opening, layout=layout, timeout_s=timeout_s)
     concluded = json.loads(meeting.conclude(json.dumps(said), judge, timeout_s=timeout_s))
     if concluded["trouble"]:
         raise RuntimeError(concluded["trouble"])
     for stream in streams:
-        stream.settle(concluded["rows"], _unpacked(concluded["like"]))
+        stream.settle(concluded["rows"], _unpack(concluded["like"]))
     if concluded["failed"]:
         return FAILED
     return GOES_ON if concluded["rows"] else ENDED
 
 
-def _judged_opening(said: dict[int, str], *, layout: RankPlacement, timeout_s: float) -> str:
+def _judge_opening(said: dict[int, str], *, layout: RankPlacement, timeout_s: float) -> str:
     each = {process: json.loads(text) for process, text in said.items()}
     absent = [process for process in layout.processes if process not in said]
     forms = {int(rank): form for one in each.values() for rank, form in one["forms"].items()}
@@ -214,7 +218,7 @@ def _judged_opening(said: dict[int, str], *, layout: RankPlacement, timeout_s: f
     trouble = ""
     if absent:
         trouble = (
-            f"join_batches: {whose(absent, layout)} absent, without a first batch after "
+            f"join_batches: {name_holders(absent, layout)} absent, without a first batch after "
             f"{timeout_s:g} s. Look at the logs of the absent: they are gone or slow; timeout_s "
             "gives more time."
         )
@@ -234,10 +238,10 @@ def _judged_opening(said: dict[int, str], *, layout: RankPlacement, timeout_s: f
     )
 
 
-def _packed(like: Batch) -> str:
+def _pack(like: Batch) -> str:
     # Only processes of one job read it. A pickle, since nothing else holds any pytree.
     return base64.b64encode(pickle.dumps(like)).decode()
 
 
-def _unpacked(text: str | None) -> Batch | None:
+def _unpack(text: str | None) -> Batch | None:
     return None if text is None else pickle.loads(base64.b64decode(text))

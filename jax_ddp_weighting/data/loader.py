@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_epoch, check_integer
+from jax_ddp_weighting._arguments import check_at_least, check_epoch, check_up_to
 from jax_ddp_weighting.data.batch import Batch
-from jax_ddp_weighting.data.row_format import FormAgreement
+from jax_ddp_weighting.data.row_format import FormatAgreement
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import RankPlacement, id_dtype
@@ -88,53 +88,41 @@ def batches(
         )
     epoch = check_epoch("batches: epoch", epoch)
     steps = plan.steps_per_epoch
-    start_step = check_integer(
-        "batches: start_step",
-        start_step,
-        0,
-        steps,
-        f"be in [0, {steps}]",
-        "A later step belongs to the next epoch.",
-    )
-    prefetch = check_integer(
-        "batches: prefetch",
-        prefetch,
-        0,
-        2**31,
-        "be an integer of at least 0",
-        "0 fetches without a thread.",
-    )
+    remedy = "A later step belongs to the next epoch."
+    start_step = check_up_to("batches: start_step", start_step, steps, remedy)
+    prefetch = check_at_least("batches: prefetch", prefetch, 0, "0 fetches without a thread.")
     coordination.check_timeout("batches: timeout_s", timeout_s)
     _check_ids_fit(plan)
     # met here and not at the first batch: all processes make their streams in the same order
     meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
-    agreement = FormAgreement("batches", meeting, timeout_s)
+    agreement = FormatAgreement("batches", meeting, timeout_s)
 
     # a `with jax.enable_x64(...)` holds in its own thread alone, and another one may fetch
     x64 = jax.config.read("jax_enable_x64")
 
-    def make(step: int) -> Batch:
+    def make_in_any_thread(step: int) -> Batch:
         with jax.enable_x64(x64):
-            return made(step)
+            return make(step)
 
-    def made(step: int) -> Batch:
+    def make(step: int) -> Batch:
         slots = plan.batch(epoch, step, ranks=layout.local)
         ids, weights = slots.ids.reshape(-1), slots.weights.reshape(-1)
         failed = f"fetch failed at epoch {epoch}, step {step}"
-        with agreement.made(failed):
+        # what is wrong with the first rows is the others' business too: they wait for this process
+        with agreement.report_failure(failed):
             try:
                 data = fetch(ids)
             except BaseException as error:
                 error.add_note(f"batches: {failed}.")
                 raise
-            data = jax.tree_util.tree_map_with_path(partial(_rows, number=len(ids)), data)
+            data = jax.tree_util.tree_map_with_path(partial(_check_rows, number=len(ids)), data)
         agreement.check(data)
-        return jax.tree.map(layout.globally, Batch(data, ids.astype(id_dtype()), weights))
+        return jax.tree.map(layout.place_rows, Batch(data, ids.astype(id_dtype()), weights))
 
-    return _ahead(make, range(start_step, steps), prefetch)
+    return _read_ahead(make_in_any_thread, range(start_step, steps), prefetch)
 
 
-def _ahead(make: Callable[[int], Batch], steps: range, prefetch: int) -> Iterator[Batch]:
+def _read_ahead(make: Callable[[int], Batch], steps: range, prefetch: int) -> Iterator[Batch]:
     # A generator, since it turns a StopIteration out of `make` into an error, where `map` would
     # take it for the end of the epoch.
     if not prefetch:
@@ -154,7 +142,7 @@ def _ahead(make: Callable[[int], Batch], steps: range, prefetch: int) -> Iterato
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _rows(path: Any, leaf: Any, *, number: int) -> np.ndarray:
+def _check_rows(path: Any, leaf: Any, *, number: int) -> np.ndarray:
     leaf = np.asarray(leaf)
     if leaf.shape[:1] != (number,):
         raise ValueError(

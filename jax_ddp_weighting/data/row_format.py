@@ -11,17 +11,17 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting.distributed.coordination import Meeting, find_differences, name_ranks
 
-Form = dict[str, str]
+RowFormat = dict[str, str]
 """The structure of rows, and the dtype and the shape of one row of each leaf."""
 
 
-def form_of(rows: PyTree) -> Form:
+def describe_rows(rows: PyTree) -> RowFormat:
     """The form of rows as they would be on a device: arrays with one leading axis."""
-    form = {"structure": str(jax.tree.structure(rows))}
+    found = {"structure": str(jax.tree.structure(rows))}
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
         shape = ", ".join(map(str, leaf.shape[1:]))
-        form[f"data{jax.tree_util.keystr(path)}"] = f"{device_dtype(leaf.dtype)}[{shape}]"
-    return form
+        found[f"data{jax.tree_util.keystr(path)}"] = f"{device_dtype(leaf.dtype)}[{shape}]"
+    return found
 
 
 def device_dtype(dtype: Any) -> np.dtype:
@@ -29,14 +29,14 @@ def device_dtype(dtype: Any) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
-def check_form(caller: str, form: Form, first: Form) -> None:
+def check_format(caller: str, format: RowFormat, first: RowFormat) -> None:
     """Refuses rows of another form than the first ones of their stream.
 
     Raises:
         ValueError: the forms differ; names the first leaf that does.
     """
-    for leaf in first | form:
-        before, now = first.get(leaf, "nothing"), form.get(leaf, "nothing")
+    for leaf in first | format:
+        before, now = first.get(leaf, "nothing"), format.get(leaf, "nothing")
         if before != now:
             raise ValueError(
                 f"{caller}: rows must keep the form of the first ones, got {now} for {before} at "
@@ -44,7 +44,7 @@ def check_form(caller: str, form: Form, first: Form) -> None:
             )
 
 
-class FormAgreement:
+class FormatAgreement:
     """Whether the first rows of a stream have one form on all processes: asked once.
 
     Args:
@@ -57,10 +57,10 @@ class FormAgreement:
         self._caller = caller
         self._meeting = meeting
         self._timeout_s = timeout_s
-        self._first: Form | None = None
+        self._first: RowFormat | None = None
 
     @contextmanager
-    def made(self, what: str) -> Iterator[None]:
+    def report_failure(self, what: str) -> Iterator[None]:
         """A block that makes rows; if it fails at the first ones, the others are told.
 
         Raises:
@@ -71,7 +71,7 @@ class FormAgreement:
         except Exception as error:  # whatever it is, the others wait for these rows
             if self._first is None:
                 self._first = {}  # asked, if in vain: what is prefetched already asks no more
-                self._concluded({"failure": f"{what}: {type(error).__name__}: {error}"})
+                self._conclude({"failure": f"{what}: {type(error).__name__}: {error}"})
             raise
 
     def check(self, rows: PyTree) -> None:
@@ -81,22 +81,24 @@ class FormAgreement:
             ValueError: forms differ, over steps or over processes.
             RuntimeError: another process failed to make its first rows, or did not in time.
         """
-        form = form_of(rows)
+        found = describe_rows(rows)
         if self._first is None:
-            self._first = form
-            kind, text = self._concluded(form)
+            self._first = found
+            kind, text = self._conclude(found)
             if kind:
                 raise {"ValueError": ValueError, "RuntimeError": RuntimeError}[kind](text)
-        check_form(self._caller, form, self._first)
+        check_format(self._caller, found, self._first)
 
-    def _concluded(self, said: Form) -> tuple[str, str]:
-        text = self._meeting.conclude(json.dumps(said), self._judged, timeout_s=self._timeout_s)
+    def _conclude(self, said: RowFormat) -> tuple[str, str]:
+        text = self._meeting.conclude(json.dumps(said), self._judge, timeout_s=self._timeout_s)
         kind, text = json.loads(text)
         return kind, text
 
-    def _judged(self, said: dict[int, str]) -> str:
-        forms = {process: json.loads(text) for process, text in said.items()}
-        failed = {process: form["failure"] for process, form in forms.items() if "failure" in form}
+    def _judge(self, said: dict[int, str]) -> str:
+        formats = {process: json.loads(text) for process, text in said.items()}
+        failed = {
+            process: each["failure"] for process, each in formats.items() if "failure" in each
+        }
         absent = [process for process in self._meeting.among if process not in said]
         kind, text = "", ""
         if failed:
@@ -109,7 +111,7 @@ class FormAgreement:
                 f"{self._timeout_s:g} s. Look at the logs of the absent: they "
                 "are gone or slow; timeout_s gives more time."
             )
-        elif differences := find_differences(forms, "process"):
+        elif differences := find_differences(formats, "process"):
             kind = "ValueError"
             text = (
                 f"rows must have one form on all processes, got {'; '.join(differences)}. Pad "

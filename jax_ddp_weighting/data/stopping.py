@@ -24,7 +24,7 @@ ENDED, GOES_ON, FAILED = range(3)
 _STATE_WIDTH = 4096
 
 
-def state_of(streams: list[Stream]) -> int:
+def find_state(streams: list[Stream]) -> int:
     """What this process's ranks are about to do."""
     if any(stream.failure for stream in streams):
         return FAILED
@@ -35,7 +35,8 @@ def ask(state: int, layout: RankPlacement) -> Any:
     """The greatest state of all ranks; on its way from the devices if there are more processes."""
     if len(layout.processes) == 1:
         return state
-    states = layout.globally(np.full((len(layout.local), _STATE_WIDTH), state, np.int8))
+    # a whole row of numbers for each rank, all alike: see _STATE_WIDTH
+    states = layout.place_rows(np.full((len(layout.local), _STATE_WIDTH), state, np.int8))
     return _greatest(meshes.replicated_sharding(layout.mesh))(states)
 
 
@@ -47,13 +48,15 @@ def _greatest(everywhere: NamedSharding) -> Any:
 def read_answer(
     answer: Any, meeting: Meeting, layout: RankPlacement, step: int, timeout_s: float
 ) -> int:
-    """The state that `asked` asked for.
+    """The state that `ask` asked for.
 
     Raises:
         RuntimeError: it has not come within `timeout_s`; names the processes that do not wait too.
     """
     if isinstance(answer, int):
         return answer
+    # Asking the devices is free but bounds nothing; asking the service is bounded but a round trip.
+    # So the devices are polled, and the service only where a step takes conspicuously long.
     stalled = meeting.aside("stalled")
     grace = min(timeout_s / 4, 10.0)
     reason = ""
@@ -64,7 +67,7 @@ def read_answer(
         pause = min(2 * pause, 1e-2)
         now = time.monotonic()
         if now - start > timeout_s:
-            stalled.call()
+            stalled.call()  # those who started to wait later need not wait as long to be told
             break
         if now > look:
             if stalled.called():
@@ -74,12 +77,13 @@ def read_answer(
         try:
             return int(answer.addressable_data(0))
         except jax.errors.JaxRuntimeError as error:
+            # over gloo only some get this when a process is killed: they tell the rest
             reason = f"the devices say: {str(error).splitlines()[0]}"
             stalled.call()
 
     def judge(said: dict[int, str]) -> str:
         absent = [process for process in layout.processes if process not in said]
-        who = f"{whose(absent, layout)} absent" if absent else "all ranks waited"
+        who = f"{name_holders(absent, layout)} absent" if absent else "all ranks waited"
         return (
             f"join_batches: {who} at step {step}, {reason or f'after {timeout_s:g} s'}. Look at "
             "the logs of the absent: they are gone, have left the loop, or their stream is slow; "
@@ -118,7 +122,7 @@ def raise_failure(
     raise RuntimeError(text) from cause
 
 
-def whose(processes: Sequence[int], layout: RankPlacement) -> str:
+def name_holders(processes: Sequence[int], layout: RankPlacement) -> str:
     """The ranks of processes, and the processes."""
     ranks = [rank for process in processes for rank in layout.held[process]]
     return f"{name_ranks(ranks)} ({name_ranks(processes, 'process')})"

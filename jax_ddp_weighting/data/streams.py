@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ddp_weighting.data.batch import Batch
-from jax_ddp_weighting.data.row_format import Form, check_form, device_dtype, form_of
+from jax_ddp_weighting.data.batch import Batch, check_batch
+from jax_ddp_weighting.data.row_format import RowFormat, check_format, describe_rows, device_dtype
 from jax_ddp_weighting.distributed.placement import device_ids
 
 
@@ -31,7 +31,7 @@ class Stream:
         self.ranks = ranks
         self.upcoming: Batch | None = None
         self.failure: Exception | None = None
-        self.form: Form | None = None
+        self.format: RowFormat | None = None
         self._batches = batches
         self._rows = 0
         self._last: Batch | None = None
@@ -67,19 +67,15 @@ class Stream:
         """Reads one batch ahead."""
         self.upcoming = None
         try:
-            self.upcoming = self._checked(next(self._batches))
+            self.upcoming = self._check(next(self._batches))
         except StopIteration:
             self._batches = iter(())
         except Exception as error:  # somebody else's code: it is raised on every rank
             self.failure = error
             self._batches = iter(())
 
-    def _checked(self, batch: Any) -> Batch:
-        if not isinstance(batch, Batch):
-            raise TypeError(
-                f"join_batches: a stream must yield Batches, got {type(batch).__name__}. "
-                "Batch.of(data, weights) makes one."
-            )
+    def _check(self, batch: Any) -> Batch:
+        check_batch("join_batches: a stream must yield Batches", batch)
         batch = jax.tree.map(np.asarray, batch)
         found = len(batch.weights)
         if not found:
@@ -92,8 +88,10 @@ class Stream:
                 f"join_batches: a batch must have at most the {self._rows} rows of the first one, "
                 f"got {found}. Put full batches first and the short one last."
             )
-        form = form_of(batch.data) | {"weights": str(device_dtype(batch.weights.dtype))}
-        if self.form is None:
-            self.form = form
-        check_form("join_batches", form, self.form)
+        found_format = describe_rows(batch.data) | {
+            "weights": str(device_dtype(batch.weights.dtype))
+        }
+        if self.format is None:
+            self.format = found_format
+        check_format("join_batches", found_format, self.format)
         return Batch(batch.data, device_ids(batch.ids, caller="join_batches"), batch.weights)

@@ -63,6 +63,8 @@ def allgather_messages(message: Any) -> list[Any]:
     if jax.process_count() == 1:
         return [message]
     text = json.dumps(message).encode()
+    # Every process must gather the same number of bytes before it can know how many others have. So
+    # all send one frame of a fixed size, which says how long the message is, and then the rests.
     head, tail = text[: _FRAME - _HEADER], text[_FRAME - _HEADER :]
     frame = len(text).to_bytes(_HEADER, "little") + head
     frames = allgather_bytes(np.frombuffer(frame.ljust(_FRAME), np.uint8))
@@ -102,6 +104,8 @@ def together(*raised_as_they_are: type[Exception]) -> Iterator[Round]:
     """
     here = Round()
     failure: Exception | None = None
+    # No early exit: a process that failed still takes part in the exchange below, or the others
+    # would wait in it for good. Only an Exception is held back; Ctrl-C is not to wait for anybody.
     try:
         yield here
     except Exception as error:  # whatever it is, the others wait to be told; it is raised below
@@ -166,11 +170,12 @@ def allgather_rows(
     most = max(counts, default=0)
     size = min(rows_per_chunk(row_bytes(like)), max(_ALIGNED, 1 << (most - 1).bit_length()))
     firsts = np.cumsum([0, *counts])
+    # one buffer for all chunks: allgather_bytes has read it when it returns
     buffer = np.zeros(size * row_bytes(like), np.uint8)
     own, chunks = _columns_in(buffer, size, like), _chunks(pieces, size)
     for start in range(0, most, size):
         filled = 0
-        for columns in next(chunks, ()):
+        for columns in next(chunks, ()):  # nothing any more on processes that have fewer rows
             stop = filled + len(columns[0])
             for into, column in zip(own, columns, strict=True):
                 into[filled:stop] = column

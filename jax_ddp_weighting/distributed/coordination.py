@@ -78,12 +78,13 @@ class Meeting:
         client = _client()
         if client is None or self.among == (self.index,):
             return judge({self.index: said})
-        with _answering():
+        with _name_service():
+            # said first and counted after: whoever counts up to all can read what all have said
             client.key_value_set(f"{self.folder}/said/{self.index}", said)
             spoken = client.key_value_increment(f"{self.folder}/spoken", 1)
             conclusion = None
             if spoken < len(self.among):
-                conclusion = _awaited(client, self._conclusion, timeout_s)
+                conclusion = _await(client, self._conclusion, timeout_s)
             if conclusion is None:
                 pairs = client.key_value_dir_get(f"{self.folder}/said/")
                 heard = {int(key.rsplit("/", 1)[1]): text for key, text in pairs}
@@ -98,12 +99,12 @@ class Meeting:
 
     def call(self) -> None:
         """Asks the others to come, if they look."""
-        with _answering():
+        with _name_service():
             _client().key_value_set(f"{self.folder}/called/yes", "", allow_overwrite=True)
 
     def called(self) -> bool:
         """Whether somebody has called."""
-        with _answering():
+        with _name_service():
             return bool(_client().key_value_dir_get(f"{self.folder}/called/"))
 
     @property
@@ -111,6 +112,7 @@ class Meeting:
         return f"{self.folder}/conclusion"
 
     def _first(self, client: Any, conclusion: str) -> str:
+        # Two may judge: the last to speak, and one whose time was up. The service keeps the first.
         try:
             client.key_value_set(self._conclusion, conclusion)
         except jax.errors.JaxRuntimeError as error:
@@ -184,7 +186,7 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def _awaited(client: Any, key: str, timeout_s: float) -> str | None:
+def _await(client: Any, key: str, timeout_s: float) -> str | None:
     try:
         return client.blocking_key_value_get(key, max(1, round(timeout_s * 1000)))
     except jax.errors.JaxRuntimeError as error:
@@ -198,7 +200,7 @@ def _status(error: Exception) -> str:
 
 
 @contextmanager
-def _answering() -> Iterator[None]:
+def _name_service() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting._arguments import check_at_least, check_integer
 
 AxisName = str | tuple[str, ...]
 T = TypeVar("T")
@@ -45,14 +45,8 @@ def force_cpu_devices(num_devices: int) -> None:
         >>> len(jax.devices())  # doctest: +SKIP
         4
     """
-    num_devices = check_integer(
-        "force_cpu_devices: num_devices",
-        num_devices,
-        1,
-        2**20,
-        "be at least 1",
-        "One device is JAX's own default.",
-    )
+    argument, remedy = "force_cpu_devices: num_devices", "One device is JAX's own default."
+    num_devices = check_integer(argument, num_devices, 1, 2**20, remedy, rule="be at least 1")
     try:
         # not XLA_FLAGS: this config overrides them without a word
         jax.config.update("jax_num_cpu_devices", num_devices)
@@ -96,9 +90,7 @@ def data_mesh(
     """
     found = list(jax.devices() if devices is None else devices)
     wanted = len(found) if num_devices is None else num_devices
-    check_integer(
-        "data_mesh: num_devices", wanted, 1, 2**31, "be at least 1", "Leave it out to use all."
-    )
+    check_at_least("data_mesh: num_devices", wanted, 1, "Leave it out to use all.", kind="")
     if wanted > len(found):
         platform = found[0].platform if found else "any platform"
         raise ValueError(

@@ -74,7 +74,7 @@ class RankPlacement:
         """The ranks of this process, in ascending order."""
         return self.held.get(jax.process_index(), ())
 
-    def globally(self, rows: np.ndarray) -> jax.Array:
+    def place_rows(self, rows: np.ndarray) -> jax.Array:
         """The global array of which every process gives its own ranks' rows.
 
         Args:

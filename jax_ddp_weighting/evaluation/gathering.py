@@ -90,7 +90,9 @@ def gather_by_id(
         >>> found.ids.tolist(), found.predictions["class"].tolist()
         ([0, 1, 2], [5, 6, 7])
     """
-    with allgather.together(CoverageError) as described:
+    # Whatever fails on one process alone is told to all before any rows travel: a process that
+    # raised by itself would leave the others waiting in a collective for ever.
+    with allgather.together(CoverageError) as looks:
         if to not in ("all", "first"):
             raise ValueError(
                 f'gather_by_id: to must be "all" or "first", got {to!r}. '
@@ -99,8 +101,8 @@ def gather_by_id(
         if num_examples is not None:
             num_examples = check_length("gather_by_id: num_examples", num_examples)
         local = LocalRows(ids, weights, predictions, caller="gather_by_id")
-        described.tell({**local.described(), "arguments": repr((num_examples, to, pad))})
-    leaves = _leaves(described.heard, pad)
+        looks.tell({**local.describe(), "arguments": repr((num_examples, to, pad))})
+    leaves = _agree_on_leaves(looks.heard, pad)
     with allgather.together(CoverageError) as read:
         read.tell(local.read())
     counts = [each["count"] for each in read.heard]
@@ -109,28 +111,32 @@ def gather_by_id(
     keeps = to == "all" or jax.process_index() == 0
     gathered = np.empty(sum(counts) if keeps else 0, id_dtype)
     size = allgather.rows_per_chunk(id_dtype.itemsize)
-    own = ([part.astype(id_dtype, copy=False)] for part in local.ids(size))
-    for place, (part,) in allgather.allgather_rows(own, counts, [(id_dtype, ())]):
+    # Ids travel first and alone: once all are here, every later row can go straight to where it
+    # belongs, and no second copy of the predictions is ever made to sort them.
+    own = ([chunk.astype(id_dtype, copy=False)] for chunk in local.ids(size))
+    for first, (chunk,) in allgather.allgather_rows(own, counts, [(id_dtype, ())]):
         if keeps:
-            gathered[place : place + len(part)] = part
+            gathered[first : first + len(chunk)] = chunk
     table = None
+    # Together, since an id that is missing is found where the result is kept, perhaps on process 0
+    # alone, and the others would wait for its rows.
     with allgather.together(CoverageError):
         if keeps:
-            places = index_ids(gathered, num_examples, caller="gather_by_id")
-            del gathered
-            table = Table(places, leaves)
+            index = index_ids(gathered, num_examples, caller="gather_by_id")
+            del gathered  # the index holds what is needed of them, often in the same memory
+            table = Table(index, leaves)
 
     like = columns_like(leaves)
     size = allgather.rows_per_chunk(allgather.row_bytes(like))
     own = (columns_of(rows, leaves) for rows in local.leaves(size))
-    for place, columns in allgather.allgather_rows(own, counts, like):
+    for first, columns in allgather.allgather_rows(own, counts, like):
         if table is not None:
-            table.put(place, columns)
+            table.put(first, columns)
     _refuse_conflicts([] if table is None else table.conflicts(), local)
     return None if table is None else table.result(local.unflatten)
 
 
-def _leaves(everyone: Sequence[Mapping[str, Any]], pad: Any) -> list[Leaf]:
+def _agree_on_leaves(everyone: Sequence[Mapping[str, Any]], pad: Any) -> list[Leaf]:
     """What the leaves are, once it is clear that all processes gather the same thing."""
     for key, noun, remedy in (
         ("arguments", "num_examples, to and pad", "They are no matter of the process."),
@@ -148,6 +154,7 @@ def _leaves(everyone: Sequence[Mapping[str, Any]], pad: Any) -> list[Leaf]:
                     f"{everyone[0][key]} on process 0 and {each[key]} on process {process}. "
                     f"{remedy}"
                 )
+    # Processes without rows have no say in dtypes and shapes: what they give is made up.
     filled = [
         (f" on process {process}" if len(everyone) > 1 else "", each["leaves"])
         for process, each in enumerate(everyone)

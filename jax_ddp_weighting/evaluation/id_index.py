@@ -9,7 +9,7 @@ from jaxtyping import Int64, Integer, Shaped
 
 from jax_ddp_weighting.sampling.audit import LISTED, CoverageError, audit_ids
 
-_BLOCK = 1 << 16  # rows numbered at once
+_BLOCK = 1 << 16  # rows numbered at once: their temporaries stay in the cache
 
 
 def common_id_dtype(found: Sequence[Mapping[str, Any]], *, caller: str) -> np.dtype:
@@ -46,14 +46,17 @@ def common_id_dtype(found: Sequence[Mapping[str, Any]], *, caller: str) -> np.dt
 
 @dataclass(frozen=True)
 class IdIndex:
-    """For each of many rows, the place of its id among the different ids, ascending.
+    """For each of many rows, the position of its id among the different ids.
 
-    The ids are int64 (uint64 where one needs it) or strings.
+    Attributes:
+        ids: the different ids, ascending; int64 (uint64 where one needs it) or strings.
+        positions: for each row, where its id stands in `ids`.
+        counts: how many rows each id has; None where all have one, which costs no memory.
     """
 
     ids: Shaped[np.ndarray, " unique"]
-    place: Integer[np.ndarray, " rows"]
-    counts: Int64[np.ndarray, " unique"] | None  # rows of each id; None where all have one
+    positions: Integer[np.ndarray, " rows"]
+    counts: Int64[np.ndarray, " unique"] | None
 
     def duplicated(self) -> tuple[dict[Any, int], int]:
         """The first ids that have several rows, with their numbers, and how many there are."""
@@ -80,15 +83,15 @@ def index_ids(
         CoverageError: ids are missing or out of range.
     """
     if num_examples is None or ids.dtype.kind not in "iu":
-        places = _without_gaps(ids) or _ranked(ids)
-        if num_examples is not None and len(places.ids) != num_examples:
+        index = _index_run(ids) or _rank_ids(ids)
+        if num_examples is not None and len(index.ids) != num_examples:
             raise CoverageError(
-                f"{caller}: {len(places.ids)} different ids found, num_examples is {num_examples}. "
+                f"{caller}: {len(index.ids)} different ids found, num_examples is {num_examples}. "
                 "Only integer ids can be named when they are missing: number the examples."
             )
-        return places
+        return index
     if _is_permutation(ids, num_examples):
-        return IdIndex(np.arange(num_examples), ids, None)  # an id is its own place
+        return IdIndex(np.arange(num_examples), ids, None)  # an id is its own position
     audit = audit_ids(ids, num_examples)
     if audit.num_omitted or audit.num_out_of_range:
         try:
@@ -105,18 +108,18 @@ def _is_permutation(ids: Integer[np.ndarray, " rows"], num_examples: int) -> boo
     if ids.min() < 0 or ids.max() >= num_examples:
         return False
     met = np.zeros(num_examples, bool)
-    met[ids] = True  # as many ids as places: each place is met by one
+    met[ids] = True  # as many ids as positions: if each is met, then once
     return bool(met.all())
 
 
-def _without_gaps(ids: Shaped[np.ndarray, " rows"]) -> IdIndex | None:
-    """The places of integers that are one run without gaps or copies: nothing to sort."""
+def _index_run(ids: Shaped[np.ndarray, " rows"]) -> IdIndex | None:
+    """The index of integers that are one run without gaps or copies: nothing to sort."""
     if not len(ids) or ids.dtype.kind not in "iu":
         return None
     low, high = int(ids.min()), int(ids.max())
     if high - low != len(ids) - 1:
         return None
-    ids -= ids.dtype.type(low)
+    ids -= ids.dtype.type(low)  # in place, as ids are the largest thing here; put back if in vain
     if not _is_permutation(ids, len(ids)):
         ids += ids.dtype.type(low)
         return None
@@ -125,25 +128,25 @@ def _without_gaps(ids: Shaped[np.ndarray, " rows"]) -> IdIndex | None:
     return IdIndex(np.arange(low, high + 1), ids, None)
 
 
-def _ranked(ids: Shaped[np.ndarray, " rows"]) -> IdIndex:
+def _rank_ids(ids: Shaped[np.ndarray, " rows"]) -> IdIndex:
     rows = len(ids)
-    order, ascending = _sorted(ids.astype(np.int64) if ids.dtype == np.int32 else ids)
+    order, ascending = _sort_ids(ids.astype(np.int64) if ids.dtype == np.int32 else ids)
     first = np.ones(rows, bool)
     np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
-    place = np.empty(rows, np.int32 if rows < 2**31 else np.int64)
-    before = -1
+    positions = np.empty(rows, np.int32 if rows < 2**31 else np.int64)
+    before = -1  # block by block, so that no int64 of all rows is ever there
     for start in range(0, rows, _BLOCK):
         block = slice(start, start + _BLOCK)
-        ranks = before + np.cumsum(first[block])
-        place[order[block]] = ranks
-        before = ranks[-1]
+        numbers = before + np.cumsum(first[block])
+        positions[order[block]] = numbers
+        before = numbers[-1]
     if first.all():
-        return IdIndex(ascending, place, None)
+        return IdIndex(ascending, positions, None)
     starts = np.flatnonzero(first)
-    return IdIndex(ascending[starts], place, np.diff(starts, append=rows))
+    return IdIndex(ascending[starts], positions, np.diff(starts, append=rows))
 
 
-def _sorted(ids: Shaped[np.ndarray, " rows"]) -> tuple[np.ndarray, np.ndarray]:
+def _sort_ids(ids: Shaped[np.ndarray, " rows"]) -> tuple[np.ndarray, np.ndarray]:
     """`argsort(ids)` and the ids in that order.
 
     Where id and row fit into one word, that word is sorted: nine times as fast as numpy's argsort,
@@ -152,6 +155,8 @@ def _sorted(ids: Shaped[np.ndarray, " rows"]) -> tuple[np.ndarray, np.ndarray]:
     bits = max(0, len(ids) - 1).bit_length()
     if len(ids) and ids.dtype.kind in "iu":
         low, high = int(ids.min()), int(ids.max())
+        # [id - low | row] in one word: sorting it sorts by id, and by row among copies, and leaves
+        # the order in the low bits. 63 bits, so that int64 words stay positive.
         if high - low < 2 ** (63 - bits):
             word = ids.dtype.type
             ids -= word(low)

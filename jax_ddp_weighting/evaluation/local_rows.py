@@ -12,17 +12,18 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from jax_ddp_weighting._arguments import check_weights
 from jax_ddp_weighting.evaluation.predictions import dtype_name
 
 
 class Column:
-    """One array, or the parts of it that this process holds."""
+    """One array, or the pieces of it that this process holds."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
         self.dtype, self.shape = np.dtype(array.dtype), tuple(array.shape)
-        self._parts: list[tuple[int, int, Any]] = []
-        self._last: tuple[int, Any] = (-1, None)  # the part that was read last, on the host
+        self._pieces: list[tuple[int, int, Any]] = []
+        self._last: tuple[int, Any] = (-1, None)  # the piece read last, on the host
 
     def lay_like(self, ids: "Column") -> None:
         """Spreads the rows of a global array as those of the ids are spread."""
@@ -31,33 +32,33 @@ class Column:
             self._array = jax.device_put(self._array, sharding)
 
     def split(self) -> None:
-        """Finds the parts, and waits for what is still being computed."""
-        self._parts = _parts(self._array)
+        """Finds the pieces, and waits for what is still being computed."""
+        self._pieces = _find_pieces(self._array)
 
     @property
     def cuts(self) -> set[int]:
-        """The rows at which parts begin and end."""
-        return {cut for start, stop, _ in self._parts for cut in (start, stop)}
+        """The rows at which pieces begin and end."""
+        return {cut for start, stop, _ in self._pieces for cut in (start, stop)}
 
     def holds(self, row: int) -> bool:
-        """Whether the row is in one of the parts."""
-        return any(start <= row < stop for start, stop, _ in self._parts)
+        """Whether the row is in one of the pieces."""
+        return any(start <= row < stop for start, stop, _ in self._pieces)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows of one part, on the host."""
-        for first, last, rows in self._parts:
+        """Rows of one piece, on the host."""
+        for first, last, rows in self._pieces:
             if first <= start < last:
                 if self._last[0] != first:
-                    self._last = (first, _on_host(rows))
+                    self._last = (first, _copy_to_host(rows))
                 return self._last[1][start - first : stop - first]
         raise IndexError(f"rows {start} to {stop} are not here")
 
     def forget(self) -> None:
-        """Drops the host copy of the part that was read last."""
+        """Drops the host copy of the piece that was read last."""
         self._last = (-1, None)
 
 
-def _parts(array: Any) -> list[tuple[int, int, Any]]:
+def _find_pieces(array: Any) -> list[tuple[int, int, Any]]:
     """`(start, stop, rows)` of the rows that this process is to hand in."""
     if not isinstance(array, jax.Array):
         return [(0, len(array), array)]
@@ -65,14 +66,17 @@ def _parts(array: Any) -> list[tuple[int, int, Any]]:
     found = {}
     for shard in array.addressable_shards:
         if shard.data.shape[1:] != array.shape[1:]:
-            return [(0, len(array), array)]  # rows lie in pieces: read them whole
+            # A row is spread over several devices: only JAX can put it together again.
+            return [(0, len(array), array)]
+        # Of copies on several processes one hands rows in, the first. Where all copies are here,
+        # the dict keeps one of them, whichever its number.
         if array.is_fully_addressable or shard.replica_id == 0:
             start, stop, _ = shard.index[0].indices(len(array))
             found[start] = (start, stop, shard.data)
     return [found[start] for start in sorted(found)]
 
 
-def _on_host(rows: Any) -> np.ndarray:
+def _copy_to_host(rows: Any) -> np.ndarray:
     if not isinstance(rows, jax.Array):
         return rows
     # An array keeps the host copy once made of it; a second face of the same buffers, dropped
@@ -130,8 +134,9 @@ class LocalRows:
         """A pytree of the structure of the predictions."""
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What other processes must know before rows travel, as JSON holds it."""
+        # A step without rows says nothing of dtypes: [] is float64 to numpy, whatever is meant.
         steps = [step for step in self._steps if step.rows] or self._steps
         return {
             "rows": sum(step.rows for step in self._steps),
@@ -207,7 +212,7 @@ class _Step:
                 f"{caller}: ids must be [rows], got shape {ids.shape}{where}. Flatten ids, weights "
                 "and predictions alike."
             )
-        ids = _checked_ids(ids, where, caller)
+        ids = _check_ids(ids, where, caller)
         self.rows = len(ids)
         self._weights = None if weights is None else _array(weights)
         paths, self.treedef = jax.tree_util.tree_flatten_with_path(
@@ -232,7 +237,7 @@ class _Step:
         if self._weights is not None:
             _check_weights(self._weights, ids, where, caller)
         arrays = [
-            _checked_leaf(leaf, ids, name, where, caller)
+            _check_leaf(leaf, ids, name, where, caller)
             for name, leaf in zip(self.names, arrays, strict=True)
         ]
         self.ids = Column(ids)
@@ -249,26 +254,23 @@ class _Step:
                 column.lay_like(self.ids)
         for column in columns:
             column.split()
+        # Columns may be cut differently (ids on the host, predictions on devices): between two
+        # neighbouring cuts every one of them lies in one piece.
         cuts = sorted({cut for column in columns for cut in column.cuts})
         for start, stop in pairwise(cuts):
             if not self.ids.holds(start):
                 continue  # a global array's rows of other processes
-            kept = None if weights is None else self._kept(weights.read(start, stop), start)
+            kept = (
+                None if weights is None else self._find_accepted(weights.read(start, stop), start)
+            )
             self.count += stop - start if kept is None else int(np.count_nonzero(kept))
             self._accepted.append((start, stop, kept))
 
-    def _kept(self, weights: np.ndarray, first: int) -> np.ndarray | None:
+    def _find_accepted(self, weights: np.ndarray, first: int) -> np.ndarray | None:
         """Which rows are accepted; None where all are."""
-        least, most = weights.min(), weights.max()  # NaN where there is one
-        if least > 0 and most < np.inf:
-            return None
-        if not (least >= 0 and most < np.inf):
-            bad = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0]
-            raise ValueError(
-                f"{self._caller}: weights must be finite and at least 0, got {weights[bad]} at "
-                f"row {first + bad}{self.where}. A row that is not to count weighs 0."
-            )
-        return weights > 0
+        argument, remedy = f"{self._caller}: weights", "A row that is not to count weighs 0."
+        check_weights(argument, weights, remedy, first=first, where=self.where)
+        return None if weights.min() > 0 else weights > 0
 
     def blocks(self, size: int) -> Iterator[tuple[int, int, Any]]:
         """`(start, stop, kept)` of at most `size` rows each; `kept` indexes the accepted ones."""
@@ -297,7 +299,7 @@ def _is_list_of_scalars(value: Any) -> bool:
     )
 
 
-def _checked_ids(ids: Any, where: str, caller: str) -> Any:
+def _check_ids(ids: Any, where: str, caller: str) -> Any:
     if not len(ids) and ids.dtype.kind == "f":  # what numpy makes of []
         return np.zeros(0, np.int64)
     if ids.dtype.kind == "T" or (ids.dtype.kind == "O" and all(isinstance(i, str) for i in ids)):
@@ -323,7 +325,7 @@ def _check_weights(weights: Any, ids: Any, where: str, caller: str) -> None:
         )
 
 
-def _checked_leaf(leaf: Any, ids: Any, name: str, where: str, caller: str) -> Any:
+def _check_leaf(leaf: Any, ids: Any, name: str, where: str, caller: str) -> Any:
     plain = isinstance(leaf.dtype, np.dtype) and not leaf.dtype.names and leaf.ndim > 0
     if plain and leaf.dtype.kind in "OT" and all(isinstance(x, str) for x in leaf.flat):
         leaf = leaf.astype(str)

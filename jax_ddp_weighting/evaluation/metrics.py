@@ -13,13 +13,21 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from jax_ddp_weighting.data.batch import Batch, place_batch
+from jax_ddp_weighting.data.batch import (
+    MAKE_OR_READ_BATCHES,
+    Batch,
+    check_batch,
+    pad_rows,
+    place_batch,
+)
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.loss_terms import check_scalars, describe, name_sums
 from jax_ddp_weighting.weighting.sums import WeightedSum
 
-_AHEAD = 8  # steps in flight before the oldest is read
+# Steps in flight before the oldest is read: enough that the device never waits for the host, few
+# enough that CPU devices, whose threads steps under way hold, cannot run out of them.
+_AHEAD = 8
 
 MetricFn = Callable[..., Any]
 """`(batch) -> dict[str, WeightedSum]`, or `(params, batch)` where params are given."""
@@ -27,14 +35,23 @@ MetricFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Evaluation(Mapping[str, float]):
-    """The mean of each metric, by name; a mapping.
+    """What `evaluate` found: the mean of each metric by name, as a mapping, and what is behind it.
 
-    Args:
-        means: name -> mean, divided once, from exact sums.
+    Attributes:
+        means: name -> mean, a Python float, divided once, from exact sums; NaN where there was no
+            weight and that was allowed.
         sums: name -> the `WeightedSum` behind it: Python integers where the metric was counted in
-            integers, floats otherwise.
-        accepted: how many rows had weight.
+            integers, floats otherwise. Evaluations of parts of a data set add up by these.
+        accepted: how many rows had weight, over all ranks and steps.
         steps: how many batches there were.
+
+    Example:
+        >>> def metric_fn(batch):
+        ...     return {"hits": weighted_sum(batch.data, batch.weights)}
+        >>> two_steps = [Batch.of(np.array([True, True, False])), Batch.of(np.array([False]))]
+        >>> found = evaluate(metric_fn, two_steps, data_mesh(1))
+        >>> found["hits"], found.sums["hits"], found.accepted, found.steps
+        (0.5, WeightedSum(total=2, weight=4), 4, 2)
     """
 
     means: Mapping[str, float]
@@ -121,19 +138,18 @@ def evaluate(
     first = () if params is None else (meshes.place(params, everywhere),)
     # jit keeps what it compiled by the function itself, so a second `evaluate` compiles nothing
     compiled = jax.jit(metric_fn, out_shardings=everywhere)
-    count = jax.jit(_accepted_rows, out_shardings=everywhere)
+    count = jax.jit(_count_accepted, out_shardings=everywhere)
     totals = _Totals()
     in_flight: deque[tuple[Any, Array]] = deque()
     rows = 0
     for batch in batches:
-        if not isinstance(batch, Batch):
-            raise TypeError(
-                f"evaluate: batches must be Batches, got {type(batch).__name__}. "
-                "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
-            )
-        rows = rows or max(1, -(-batch.weights.shape[0] // ranks)) * ranks
+        check_batch("evaluate: batches must be Batches", batch, MAKE_OR_READ_BATCHES)
+        found = batch.weights.shape[0]
+        # The first batch sets the shape that is compiled, and shorter ones are filled up to it.
+        rows = rows or max(1, -(-found // ranks)) * ranks
+        filled = pad_rows(batch, max(rows, found + -found % ranks))
         sharding = meshes.row_sharding(mesh, axis_name)
-        batch = place_batch(_filled(batch, rows, ranks), sharding, caller="evaluate")
+        batch = place_batch(filled, sharding, caller="evaluate")
         in_flight.append((compiled(*first, batch), count(batch.weights)))
         if len(in_flight) > _AHEAD:
             totals.add(*in_flight.popleft())
@@ -142,29 +158,8 @@ def evaluate(
     return totals.evaluation(empty)
 
 
-def _accepted_rows(weights: Array) -> Array:
+def _count_accepted(weights: Array) -> Array:
     return jnp.sum(weights > 0, dtype=jnp.int32)
-
-
-def _filled(batch: Batch, rows: int, ranks: int) -> Batch:
-    """The batch with as many rows as the first, or as divide by the ranks; the added weigh 0."""
-    found = batch.weights.shape[0]
-    missing = rows - found if found <= rows else -found % ranks
-    if not missing:
-        return batch
-
-    def fill(leaf: Any) -> np.ndarray:
-        leaf = np.asarray(leaf)
-        # the last row again: finite data where the data is finite
-        more = np.repeat(leaf[-1:], missing, axis=0) if len(leaf) else np.zeros(missing)
-        return np.concatenate([leaf, more.reshape(missing, *leaf.shape[1:])])
-
-    weights = np.asarray(batch.weights)
-    return Batch(
-        jax.tree.map(fill, batch.data),
-        fill(batch.ids),
-        np.concatenate([weights, np.zeros(missing, weights.dtype)]),
-    )
 
 
 class _Totals:
@@ -178,14 +173,14 @@ class _Totals:
     def add(self, sums: Any, accepted: Array) -> None:
         for name, each in _named(jax.device_get(sums)).items():
             total, weight = self._sums.get(name, (0, 0))
-            more = _exact(each.weight)
+            more = _as_exact(each.weight)
             if more < 0:
                 raise ValueError(
                     f"evaluate: weight must be at least 0, got {more} for {name!r} in step "
                     f"{self._steps}. Integer weights that pass 2**31 in one step wrap round: take "
                     "smaller batches or float weights."
                 )
-            self._sums[name] = _plus(total, _exact(each.total)), _plus(weight, more)
+            self._sums[name] = _add(total, _as_exact(each.total)), _add(weight, more)
         self._accepted += int(accepted)
         self._steps += 1
 
@@ -198,8 +193,8 @@ class _Totals:
                 'accepted rows). empty="nan" makes such a mean nan.'
             )
         return Evaluation(
-            means={name: _mean(*each) for name, each in self._sums.items()},
-            sums={name: WeightedSum(*map(_plain, each)) for name, each in self._sums.items()},
+            means={name: _divide(*each) for name, each in self._sums.items()},
+            sums={name: WeightedSum(*map(_as_plain, each)) for name, each in self._sums.items()},
             accepted=self._accepted,
             steps=self._steps,
         )
@@ -209,20 +204,20 @@ Exact = int | Fraction | float
 """An exact number, or a float that is none: NaN or infinity."""
 
 
-def _exact(value: np.ndarray) -> Exact:
+def _as_exact(value: np.ndarray) -> Exact:
     number = value.item()
     return Fraction(number) if isinstance(number, float) and isfinite(number) else number
 
 
-def _plus(a: Exact, b: Exact) -> Exact:
+def _add(a: Exact, b: Exact) -> Exact:
     return a + b  # a rational plus nan is nan
 
 
-def _mean(total: Exact, weight: Exact) -> float:
+def _divide(total: Exact, weight: Exact) -> float:
     return float(total / weight) if weight else nan
 
 
-def _plain(number: Exact) -> int | float:
+def _as_plain(number: Exact) -> int | float:
     return number if isinstance(number, int) else float(number)
 
 

@@ -64,11 +64,11 @@ def write_part(folder: _Folder, ids: Any, weights: Any, predictions: PyTree) -> 
         [0, 10, 20, 30, 40]
     """
     local = LocalRows(ids, weights, predictions, caller="write_part")
-    described, facts = local.described(), local.read()
+    about_rows, facts = local.describe(), local.read()
     count = facts.pop("count")
     if not count:
         return None
-    leaves = agree_leaves([("", described["leaves"])], None, caller="write_part")
+    leaves = agree_leaves([("", about_rows["leaves"])], None, caller="write_part")
     dtype = common_id_dtype([facts], caller="write_part")
     held = np.concatenate([ids.astype(dtype) for ids in local.ids(count)])
     rows = [np.concatenate(leaf) for leaf in zip(*local.leaves(count), strict=True)]
@@ -79,13 +79,15 @@ def write_part(folder: _Folder, ids: Any, weights: Any, predictions: PyTree) -> 
             {"name": leaf.name, "dtypes": [dtype_name(leaf.dtype)], "shapes": [leaf.shape]}
             for leaf in leaves
         ],
-        "tree": _spelled_out(local.unflatten(list(range(len(rows))))),
+        "tree": _spell_tree(local.unflatten(list(range(len(rows))))),
     }
+    # The same ids make the same name, so a step that is run again writes over its own part; and
+    # processes never share a file, even if they hold copies of one row.
     name = hashlib.blake2b(held.tobytes(), digest_size=8).hexdigest()
     target = Path(folder, f"part-{jax.process_index():05d}-{name}.npz")
     target.parent.mkdir(parents=True, exist_ok=True)
     columns: dict[str, Any] = {"about": np.array(json.dumps(about)), "ids": held}
-    columns |= {f"leaf{j}": _storable(leaf) for j, leaf in enumerate(rows)}
+    columns |= {f"leaf{j}": _as_storable(leaf) for j, leaf in enumerate(rows)}
     with open_whole(target) as file:
         np.savez(file, **columns)
     return target
@@ -104,7 +106,7 @@ def held_ids(folder: _Folder) -> np.ndarray:
         >>> held_ids("/not/there").tolist()
         []
     """
-    return index_ids(_ids(folder, "held_ids"), None, caller="held_ids").ids
+    return index_ids(_read_ids(folder, "held_ids"), None, caller="held_ids").ids
 
 
 def due_step(folder: _Folder, plan: EpochPlan, epoch: int = 0) -> int:
@@ -176,7 +178,7 @@ def read_parts(
     if num_examples is not None:
         num_examples = check_length("read_parts: num_examples", num_examples)
     found, trees = [], {}
-    for path, _, about in _parts(folder):
+    for path, _, about in _open_parts(folder):
         found.append((f" in {path.name}", about["leaves"]))
         trees.setdefault(json.dumps(about["tree"]), path.name)
     if not found:
@@ -192,26 +194,26 @@ def read_parts(
         )
     (tree,) = map(json.loads, trees)
     leaves = agree_leaves(found, pad, caller="read_parts")
-    places = index_ids(_ids(folder, "read_parts"), num_examples, caller="read_parts")
-    table = Table(places, leaves, None if into is None else _in_files(Path(into)))
-    place = 0
-    for _, part, about in _parts(folder):
+    index = index_ids(_read_ids(folder, "read_parts"), num_examples, caller="read_parts")
+    table = Table(index, leaves, None if into is None else _allocate_files(Path(into)))
+    first = 0
+    for _, part, about in _open_parts(folder):
         rows = [
             part[f"leaf{j}"].view(dtype_of(leaf["dtypes"][0]))
             for j, leaf in enumerate(about["leaves"])
         ]
-        table.put(place, columns_of(rows, leaves))
-        place += len(rows[0])
+        table.put(first, columns_of(rows, leaves))
+        first += len(rows[0])
     if conflicts := table.conflicts():
         raise conflict_error(
-            "read_parts", conflicts[0], _claims(folder, conflicts[0]), len(conflicts)
+            "read_parts", conflicts[0], _find_claims(folder, conflicts[0]), len(conflicts)
         )
     if into is not None:
-        np.save(Path(into, "ids.npy"), places.ids)
-    return table.result(lambda filled: _spelled_in(tree, filled))
+        np.save(Path(into, "ids.npy"), index.ids)
+    return table.result(lambda filled: _fill_tree(tree, filled))
 
 
-def _parts(folder: _Folder) -> Iterator[tuple[Path, Any, dict[str, Any]]]:
+def _open_parts(folder: _Folder) -> Iterator[tuple[Path, Any, dict[str, Any]]]:
     for path in sorted(Path(folder).glob("part-*.npz")):
         with np.load(path) as part:
             about = json.loads(str(part["about"]))
@@ -223,33 +225,33 @@ def _parts(folder: _Folder) -> Iterator[tuple[Path, Any, dict[str, Any]]]:
             yield path, part, about
 
 
-def _ids(folder: _Folder, caller: str) -> np.ndarray:
+def _read_ids(folder: _Folder, caller: str) -> np.ndarray:
     """The ids of all parts, in the order of the parts."""
-    dtype = common_id_dtype([about["ids"] for _, _, about in _parts(folder)], caller=caller)
-    found = [part["ids"].astype(dtype) for _, part, _ in _parts(folder)]
+    dtype = common_id_dtype([about["ids"] for _, _, about in _open_parts(folder)], caller=caller)
+    found = [part["ids"].astype(dtype) for _, part, _ in _open_parts(folder)]
     return np.concatenate([np.zeros(0, dtype), *found])
 
 
-def _claims(folder: _Folder, claimed: Any) -> list[str]:
+def _find_claims(folder: _Folder, claimed: Any) -> list[str]:
     return [
         f"row {row} of {path.name}"
-        for path, part, _ in _parts(folder)
+        for path, part, _ in _open_parts(folder)
         for row in np.flatnonzero(part["ids"] == claimed)
     ]
 
 
-def _storable(leaf: np.ndarray) -> np.ndarray:
+def _as_storable(leaf: np.ndarray) -> np.ndarray:
     """A leaf as numpy's own formats know it: they have no bfloat16 or its kin."""
     return leaf.view(f"u{leaf.dtype.itemsize}") if leaf.dtype.kind == "V" else leaf
 
 
-def _in_files(folder: Path) -> Allocate:
+def _allocate_files(folder: Path) -> Allocate:
     folder.mkdir(parents=True, exist_ok=True)
 
     def allocate(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        if 0 in shape:  # nothing that could be mapped
+        if 0 in shape:  # an empty file cannot be mapped
             return np.empty(shape, dtype)
-        plain = _storable(np.empty(0, dtype)).dtype
+        plain = _as_storable(np.empty(0, dtype)).dtype
         words = re.findall(r"[\w.-]+", name)
         path = folder / f"{'_'.join(['predictions', *words])}.npy"
         return np.lib.format.open_memmap(path, "w+", plain, shape).view(dtype)
@@ -257,12 +259,12 @@ def _in_files(folder: Path) -> Allocate:
     return allocate
 
 
-def _spelled_out(tree: Any) -> Any:
+def _spell_tree(tree: Any) -> Any:
     """A pytree of integers as JSON holds it."""
     if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
-        return {"dict": {key: _spelled_out(each) for key, each in tree.items()}}
+        return {"dict": {key: _spell_tree(each) for key, each in tree.items()}}
     if type(tree) in (list, tuple):
-        return {type(tree).__name__: [_spelled_out(each) for each in tree]}
+        return {type(tree).__name__: [_spell_tree(each) for each in tree]}
     if tree is None or isinstance(tree, int):
         return tree
     raise TypeError(
@@ -271,12 +273,12 @@ def _spelled_out(tree: Any) -> Any:
     )
 
 
-def _spelled_in(spelled: Any, leaves: list[Any]) -> Any:
-    """The pytree that `_spelled_out` spelled out, with these leaves."""
+def _fill_tree(spelled: Any, leaves: list[Any]) -> Any:
+    """The pytree that `_spell_tree` spelled out, with these leaves."""
     if not isinstance(spelled, dict):
         return None if spelled is None else leaves[spelled]
     ((kind, inside),) = spelled.items()
     if kind == "dict":
-        return {key: _spelled_in(each, leaves) for key, each in inside.items()}
-    filled = [_spelled_in(each, leaves) for each in inside]
+        return {key: _fill_tree(each, leaves) for key, each in inside.items()}
+    filled = [_fill_tree(each, leaves) for each in inside]
     return tuple(filled) if kind == "tuple" else filled

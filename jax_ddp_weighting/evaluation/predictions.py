@@ -15,9 +15,9 @@ from jax_ddp_weighting.sampling.audit import CoverageError
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions in the order of their ids, each id once.
+    """What `gather_by_id` and `read_parts` return: predictions in the order of their ids.
 
-    Args:
+    Attributes:
         ids: int64 (uint64 where one needs it, or strings) ``[rows]``, ascending, no two alike.
         predictions: a pytree of host arrays ``[rows, ...]``; row ``j`` belongs to ``ids[j]``.
         lengths: where rows were padded: int32 ``[rows]`` for each leaf, the width that the row had;
@@ -25,6 +25,11 @@ class Predictions:
         duplicated: id -> accepted rows, where equal copies were dropped; ascending, the first
             10,000 of them.
         num_duplicated: how many ids had copies, listed or not.
+
+    Example:
+        >>> found = gather_by_id([7, 5, 7], None, {"score": np.array([0.7, 0.5, 0.7])})
+        >>> found.ids.tolist(), found.predictions["score"].tolist(), found.duplicated
+        ([5, 7], [0.5, 0.7], {7: 2})
     """
 
     ids: Any
@@ -62,17 +67,17 @@ class Predictions:
             inside = (asked >= held.min) & (asked <= held.max)
             wanted = np.where(inside, asked, 0).astype(self.ids.dtype)
         if len(self.ids):
-            places = np.searchsorted(self.ids, wanted).clip(max=len(self.ids) - 1)
-            inside &= self.ids[places] == wanted
+            positions = np.searchsorted(self.ids, wanted).clip(max=len(self.ids) - 1)
+            inside &= self.ids[positions] == wanted
         else:
-            places, inside = np.zeros(asked.shape, int), np.zeros(asked.shape, bool)
+            positions, inside = np.zeros(asked.shape, int), np.zeros(asked.shape, bool)
         missing = np.unique(asked[~inside])
         if missing.size:
             raise CoverageError(
                 f"Predictions.take: ids must have predictions, got {list_some(missing.tolist())} "
                 f"without one. {len(self.ids)} ids have one."
             )
-        return jax.tree.map(lambda leaf: leaf[places], self.predictions)
+        return jax.tree.map(lambda leaf: leaf[positions], self.predictions)
 
 
 Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
@@ -81,9 +86,14 @@ Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
 
 @dataclass(frozen=True)
 class Leaf:
-    """What one leaf of the predictions is, in every process and every part of them.
+    """What one leaf of the predictions is, in every process and every step.
 
-    `shape` is that of a row, the widest where `ragged` ones are padded with `fill`.
+    Attributes:
+        name: its path, as `jax.tree_util.keystr` writes it.
+        dtype: its dtype; of strings the widest.
+        shape: that of a row, the widest where rows are ragged.
+        ragged: whether rows may differ in their first axis, so that their widths travel too.
+        fill: what narrower rows are filled up with, a scalar of the dtype; None where none are.
     """
 
     name: str
@@ -92,7 +102,7 @@ class Leaf:
     ragged: bool = False
     fill: Any = None
 
-    def padded(self, rows: np.ndarray) -> np.ndarray:
+    def pad(self, rows: np.ndarray) -> np.ndarray:
         """The rows, as wide as the widest."""
         if rows.shape[1:] == self.shape:
             return rows
@@ -114,7 +124,7 @@ def columns_of(rows: Sequence[np.ndarray], leaves: Sequence[Leaf]) -> list[np.nd
         for each, leaf in zip(rows, leaves, strict=True)
         if leaf.ragged
     ]
-    return [leaf.padded(each) for each, leaf in zip(rows, leaves, strict=True)] + widths
+    return [leaf.pad(each) for each, leaf in zip(rows, leaves, strict=True)] + widths
 
 
 def agree_leaves(
@@ -142,11 +152,11 @@ def agree_leaves(
                 dtypes.setdefault(dtype_of(dtype), where)
             for shape in others[j]["shapes"]:
                 shapes.setdefault(tuple(shape), where)
-        leaves.append(_agreed(leaf["name"], dtypes, shapes, pad, caller))
+        leaves.append(_agree_leaf(leaf["name"], dtypes, shapes, pad, caller))
     return leaves
 
 
-def _agreed(
+def _agree_leaf(
     name: str, dtypes: Mapping[Any, str], shapes: Mapping[Any, str], pad: Any, caller: str
 ) -> Leaf:
     def differing(found: Mapping[Any, str]) -> str:
@@ -173,16 +183,16 @@ def _agreed(
             f"{caller}: predictions must have rows of one shape everywhere, {differing(shapes)}. "
             "pad= fills narrower rows up to the widest and keeps their lengths."
         )
-    return Leaf(name, dtype, max(shapes), ragged=True, fill=_fill(pad, name, dtype, caller))
+    return Leaf(name, dtype, max(shapes), ragged=True, fill=_check_fill(pad, name, dtype, caller))
 
 
-def _fill(pad: Any, name: str, dtype: np.dtype, caller: str) -> np.ndarray:
+def _check_fill(pad: Any, name: str, dtype: np.dtype, caller: str) -> np.ndarray:
     """What fills rows up: `pad`, if the dtype holds it as it is, but for a float's rounding."""
     try:
         given = np.asarray(pad)
         with np.errstate(invalid="ignore", over="ignore"):  # what has no place is seen below
             fill = given.astype(dtype)
-        if _held(given, fill):
+        if _holds(given, fill):
             return fill
     except (TypeError, ValueError, OverflowError):
         pass  # refused below, as is what the dtype takes but does not hold
@@ -192,7 +202,7 @@ def _fill(pad: Any, name: str, dtype: np.dtype, caller: str) -> np.ndarray:
     )
 
 
-def _held(given: np.ndarray, fill: np.ndarray) -> bool:
+def _holds(given: np.ndarray, fill: np.ndarray) -> bool:
     text = fill.dtype.kind in "US"
     if given.shape != () or text != (given.dtype.kind in "US"):
         return False
@@ -212,67 +222,69 @@ def dtype_name(dtype: np.dtype) -> str:
 
 
 class Table:
-    """Rows put at the places of their ids, whatever order they come in. Filled once.
+    """Rows put where their ids belong, whatever order they come in. Filled once.
 
     Args:
-        places: where each row goes.
+        index: where each row goes.
         leaves: what the predictions are.
         allocate: makes the arrays, in memory where None.
     """
 
     def __init__(
-        self, places: IdIndex, leaves: Sequence[Leaf], allocate: Allocate | None = None
+        self, index: IdIndex, leaves: Sequence[Leaf], allocate: Allocate | None = None
     ) -> None:
         allocate = allocate or (lambda _, shape, dtype: np.empty(shape, dtype))
-        self._places = places
+        self._index = index
         self._leaves = leaves
-        rows = len(places.ids)
+        rows = len(index.ids)
         names = [leaf.name for leaf in leaves]
         names += [f"{leaf.name}.lengths" for leaf in leaves if leaf.ragged]
         self._columns = [
             allocate(name, (rows, *shape), dtype)
             for name, (dtype, shape) in zip(names, columns_like(leaves), strict=True)
         ]
-        self._several = None if places.counts is None else places.counts > 1
-        self._written = np.zeros(rows if places.counts is not None else 0, bool)
+        self._several = None if index.counts is None else index.counts > 1
+        self._written = np.zeros(rows if index.counts is not None else 0, bool)
         self._conflicts: set[int] = set()
 
     def put(self, first: int, columns: Sequence[np.ndarray]) -> None:
-        """Rows `first`, `first + 1`, ... of `places.place`, as `columns_of` gives them."""
-        place = self._places.place[first : first + len(columns[0])]
+        """Rows `first`, `first + 1`, ... of the index, as `columns_of` gives them."""
+        positions = self._index.positions[first : first + len(columns[0])]
         if self._several is not None:
-            several = self._several[place]
+            several = self._several[positions]
             if several.any():
-                self._put_copies(place[several], [column[several] for column in columns])
-                place = place[~several]
+                self._put_copies(positions[several], [column[several] for column in columns])
+                positions = positions[~several]
                 columns = [column[~several] for column in columns]
         for into, column in zip(self._columns, columns, strict=True):
-            into[place] = column
+            into[positions] = column
 
-    def _put_copies(self, place: np.ndarray, columns: Sequence[np.ndarray]) -> None:
-        new = np.flatnonzero(~self._written[place])
-        new = new[np.unique(place[new], return_index=True)[1]]
-        alike = np.ones(len(place), bool)
+    def _put_copies(self, positions: np.ndarray, columns: Sequence[np.ndarray]) -> None:
+        """Rows whose ids have several: the first is kept, and the others are compared with it."""
+        new = np.flatnonzero(~self._written[positions])
+        # Copies may come in one block: of those, too, the first alone is written.
+        new = new[np.unique(positions[new], return_index=True)[1]]
+        alike = np.ones(len(positions), bool)
         for j, (into, column) in enumerate(zip(self._columns, columns, strict=True)):
-            into[place[new]] = column[new]
+            into[positions[new]] = column[new]
             if j < len(self._leaves):
-                alike &= _rows_alike(into[place], column)
+                alike &= _are_rows_alike(into[positions], column)
             else:  # copies that were padded to different widths before: the widest
-                np.maximum.at(into, place, column)
-        self._written[place[new]] = True
-        self._conflicts.update(place[~alike].tolist())
+                np.maximum.at(into, positions, column)
+        self._written[positions[new]] = True
+        self._conflicts.update(positions[~alike].tolist())
 
     def conflicts(self) -> list[Any]:
         """The ids that several rows claim with different predictions, ascending."""
-        return self._places.ids[sorted(self._conflicts)].tolist()
+        return self._index.ids[sorted(self._conflicts)].tolist()
 
     def result(self, unflatten: Callable[[list[Any]], PyTree]) -> Predictions:
         """The predictions, once every row has been put."""
-        duplicated, number = self._places.duplicated()
+        duplicated, number = self._index.duplicated()
         widths = iter(self._columns[len(self._leaves) :])
         lengths = [next(widths) if leaf.ragged else None for leaf in self._leaves]
         return Predictions(
-            self._places.ids,
+            self._index.ids,
             unflatten(self._columns[: len(self._leaves)]),
             unflatten(lengths) if any(leaf.ragged for leaf in self._leaves) else None,
             duplicated,
@@ -297,8 +309,8 @@ def conflict_error(caller: str, claimed: Any, rows: Sequence[str], number: int) 
     )
 
 
-def _rows_alike(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _are_rows_alike(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     same = a == b
     if a.dtype.kind not in "US":
-        same |= (a != a) & (b != b)  # NaN is NaN here
+        same |= (a != a) & (b != b)  # the same bytes were sent: NaN is NaN here
     return same.reshape(len(a), -1).all(axis=1)

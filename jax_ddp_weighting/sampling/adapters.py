@@ -48,14 +48,8 @@ class RankIndices:
         check_rank("RankIndices: rank", self.rank, self.plan.num_replicas)
         check_epoch("RankIndices: first_epoch", self.first_epoch)
         if self.num_epochs is not None:
-            check_integer(
-                "RankIndices: num_epochs",
-                self.num_epochs,
-                1,
-                2**62,
-                "be an integer of at least 1, or None",
-                "None reads on without end.",
-            )
+            rule, remedy = "be an integer of at least 1, or None", "None reads on without end."
+            check_integer("RankIndices: num_epochs", self.num_epochs, 1, 2**62, remedy, rule=rule)
 
     @property
     def num_replicas(self) -> int:
@@ -68,19 +62,18 @@ class RankIndices:
         return per_epoch * (most if self.num_epochs is None else min(self.num_epochs, most))
 
     def __getitem__(self, index: int) -> int:
-        index = check_integer(
-            "RankIndices: index", index, -sys.maxsize - 1, sys.maxsize, "be an integer"
-        )
+        low, high = -sys.maxsize - 1, sys.maxsize
+        index = check_integer("RankIndices: index", index, low, high, rule="be an integer")
         length = len(self)
         if not -length <= index < length:
             raise IndexError(f"RankIndices: index must be in [0, {length}), got {index}.")
         later, slot = divmod(index % length, self.plan.accepted_by(self.rank))
         run, offset = divmod(slot, _RUN)
-        return int(_run(self.plan, self.rank, self.first_epoch + later, run)[offset])
+        return int(_look_up_run(self.plan, self.rank, self.first_epoch + later, run)[offset])
 
 
 @lru_cache(maxsize=64)  # loaders read nearly in order, from several threads
-def _run(plan: EpochPlan, rank: int, epoch: int, run: int) -> np.ndarray:
+def _look_up_run(plan: EpochPlan, rank: int, epoch: int, run: int) -> np.ndarray:
     start, stop = run * _RUN, min((run + 1) * _RUN, plan.num_samples)
     return plan.slots(epoch, rank, start=start, stop=stop).ids
 

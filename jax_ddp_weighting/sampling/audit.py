@@ -7,50 +7,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer
 
-from jax_ddp_weighting._arguments import check_length, check_limit, list_some
+from jax_ddp_weighting._arguments import check_length, check_limit, check_weights, list_some
 from jax_ddp_weighting._errors import JdwError
 from jax_ddp_weighting.sampling.tally import Tally
 
-Rank = tuple[np.ndarray, np.ndarray | None]  # one rank's ids, and its weights if there are any
-
-
-def check_entries(
-    function: str, ids: list[np.ndarray], weights: list[np.ndarray] | None
-) -> list[Rank]:
-    """Every rank's ids and weights, flat, of one length, and such as they must be."""
-    for rank_ids in ids:
-        if rank_ids.size and rank_ids.dtype.kind not in "iu":
-            raise TypeError(
-                f"{function}: ids must be integers, got {rank_ids.dtype}. Give them in an integer"
-                " dtype, which holds 64 bits at most."
-            )
-    flat = [np.ravel(r) if r.size else np.zeros(0, np.int64) for r in ids]
-    if weights is None:
-        return [(rank_ids, None) for rank_ids in flat]
-    shapes, wanted = [[array.shape for array in part] for part in (weights, ids)]
-    if shapes != wanted:
-        raise ValueError(
-            f"{function}: weights must have the shape of ids, got {_shape(shapes)} and"
-            f" {_shape(wanted)}. Every slot has one weight."
-        )
-    for values in weights:
-        if values.dtype.kind not in "iufbV":  # V: bfloat16 and its kin, which compare as numbers
-            raise TypeError(f"{function}: weights must be numbers, got {values.dtype}.")
-        if values.size and not (values.min() >= 0 and values.max() < np.inf):  # NaN is neither
-            wrong = values[~((values >= 0) & np.isfinite(values))]
-            raise ValueError(
-                f"{function}: weights must be finite and at least 0, got {wrong[0]}."
-                " Padding has weight 0."
-            )
-    return list(zip(flat, map(np.ravel, weights), strict=True))
-
-
-def _shape(shapes: list[tuple[int, ...]]) -> str:
-    return str(shapes[0]) if len(shapes) == 1 else f"by rank {list_some(shapes)}"
-
-
 LISTED = 10_000
 """How many ids of a kind an audit lists, unless told otherwise; the rest it counts."""
+
+_BLOCK = 1 << 16  # slots looked at at once: temporaries stay small beside a byte per example
+
+Rank = tuple[np.ndarray, np.ndarray | None]  # one rank's ids, and its weights if there are any
 
 
 class CoverageError(JdwError):
@@ -118,13 +84,13 @@ duplicated (2). tail="drop" cuts the tail; tail="mask" keeps every id once.
         where = "" if self.epoch is None else f"epoch {self.epoch}: "
         parts = [
             f"{self.num_omitted} of {self.num_examples} ids omitted"
-            + _in_brackets(self.omitted, self.num_omitted),
+            + _list_in_brackets(self.omitted, self.num_omitted),
             f"{self.num_duplicated} duplicated"
-            + _in_brackets(tuple(self.duplicated), self.num_duplicated),
+            + _list_in_brackets(tuple(self.duplicated), self.num_duplicated),
         ]
         if self.num_out_of_range:
             parts.append(
-                f"{self.num_out_of_range} slots out of range" + _in_brackets(self.out_of_range)
+                f"{self.num_out_of_range} slots out of range" + _list_in_brackets(self.out_of_range)
             )
             remedy = "Ids count from zero, below num_examples."
         elif self.num_omitted:
@@ -134,51 +100,8 @@ duplicated (2). tail="drop" cuts the tail; tail="mask" keeps every id once.
         raise CoverageError(f"{where}{', '.join(parts)}. {remedy}")
 
 
-def audit_of(
-    tally: Tally,
-    *,
-    slots: int,
-    per_rank: tuple[int, ...],
-    epoch: int | None,
-    limit: int,
-    weight_range: tuple[float, float] | None = None,
-    strays: Sequence[Integer[np.ndarray, " slots"]] = (),
-) -> EpochAudit:
-    """What a tally has met, and ids that it could not meet; each meeting weighs 1 by default."""
-    repeated, counts = tally.repeated()
-    # as Python's integers: numpy makes floats of int64 beside uint64
-    beyond = {stray for block in strays for stray in np.unique(block)[:limit].tolist()}
-    return EpochAudit(
-        num_examples=tally.num_examples,
-        slots=slots,
-        accepted=sum(per_rank),
-        unique=tally.unique,
-        duplicated=dict(zip(repeated[:limit].tolist(), counts[:limit].tolist(), strict=True)),
-        omitted=tuple(tally.unmet(limit).tolist()),
-        out_of_range=tuple(sorted(beyond)[:limit]),
-        num_duplicated=len(repeated),
-        num_omitted=tally.num_examples - tally.unique,
-        num_out_of_range=sum(map(len, strays)),
-        per_rank=per_rank,
-        weight_range=_meetings_range(tally) if weight_range is None else weight_range,
-        epoch=epoch,
-    )
-
-
-def _meetings_range(tally: Tally) -> tuple[int, int]:
-    """How often the ids were met that were met the least and the most."""
-    if not tally.meetings:
-        return 0, 0
-    repeated, counts = tally.repeated()
-    omitted, once = tally.unique < tally.num_examples, len(repeated) < tally.unique
-    return 0 if omitted else 1 if once else int(counts.min()), int(counts.max(initial=1))
-
-
-def _in_brackets(ids: Sequence[int], count: int | None = None) -> str:
+def _list_in_brackets(ids: Sequence[int], count: int | None = None) -> str:
     return f" ({list_some(ids, count)})" if ids else ""
-
-
-_BLOCK = 1 << 16  # slots looked at at once
 
 
 def audit_ids(
@@ -218,12 +141,13 @@ def audit_ids(
     """
     n = check_length("audit_ids: num_examples", num_examples)
     limit = check_limit("audit_ids: limit", limit)
-    rank_weights = None if weights is None else _by_rank("weights", weights)
-    ranks = check_entries("audit_ids", _by_rank("ids", ids), rank_weights)
+    rank_weights = None if weights is None else _split_by_rank("weights", weights)
+    ranks = check_entries("audit_ids", _split_by_rank("ids", ids), rank_weights)
     tally, strays, per_rank = Tally(n), [], []
     for rank in ranks:
         accepted = 0
-        for block, _ in _accepted_blocks(*rank):
+        # A tally indexes by id, so an id out of range would be another's (-1) or an error.
+        for block, _ in _take_accepted(*rank):
             accepted += len(block)
             if block.size and (block.min() < 0 or block.max() >= n):
                 inside = (block >= 0) & (block < n)
@@ -231,19 +155,21 @@ def audit_ids(
                 block = block[inside]
             tally.add(block)
         per_rank.append(accepted)
-    return audit_of(
+    return audit_tally(
         tally,
         slots=sum(len(rank_ids) for rank_ids, _ in ranks),
         strays=strays,
         per_rank=tuple(per_rank),
-        weight_range=_weight_range(ranks, tally),
+        weight_range=_find_weight_range(ranks, tally),
         epoch=epoch,
         limit=limit,
     )
 
 
-def _by_rank(name: str, values: Any) -> list[np.ndarray]:
+def _split_by_rank(name: str, values: Any) -> list[np.ndarray]:
     """One array for each rank."""
+    # A plain list of ids is one rank's, and is made an array as a whole; of a list of arrays each
+    # is a rank, whatever its length, where `np.asarray` would ask for equal ones.
     if isinstance(values, Sequence) and not all(isinstance(value, int) for value in values):
         arrays = [np.asarray(value) for value in values]
         if all(array.ndim for array in arrays):
@@ -257,7 +183,79 @@ def _by_rank(name: str, values: Any) -> list[np.ndarray]:
     return list(array) if array.ndim == 2 else [array]
 
 
-def _accepted_blocks(ids: np.ndarray, weights: np.ndarray | None) -> Iterator[Rank]:
+def check_entries(
+    function: str, ids: list[np.ndarray], weights: list[np.ndarray] | None
+) -> list[Rank]:
+    """Every rank's ids and weights, flat, of one length, and such as they must be."""
+    for rank_ids in ids:
+        if rank_ids.size and rank_ids.dtype.kind not in "iu":
+            raise TypeError(
+                f"{function}: ids must be integers, got {rank_ids.dtype}. Give them in an integer"
+                " dtype, which holds 64 bits at most."
+            )
+    # numpy makes floats of an empty list; no ids at all are ids of any type
+    flat = [np.ravel(r) if r.size else np.zeros(0, np.int64) for r in ids]
+    if weights is None:
+        return [(rank_ids, None) for rank_ids in flat]
+    shapes, wanted = [[array.shape for array in part] for part in (weights, ids)]
+    if shapes != wanted:
+        raise ValueError(
+            f"{function}: weights must have the shape of ids, got {_show_shape(shapes)} and"
+            f" {_show_shape(wanted)}. Every slot has one weight."
+        )
+    for values in weights:
+        if values.dtype.kind not in "iufbV":  # V: bfloat16 and its kin, which compare as numbers
+            raise TypeError(f"{function}: weights must be numbers, got {values.dtype}.")
+        check_weights(f"{function}: weights", values, "Padding has weight 0.")
+    return list(zip(flat, map(np.ravel, weights), strict=True))
+
+
+def _show_shape(shapes: list[tuple[int, ...]]) -> str:
+    return str(shapes[0]) if len(shapes) == 1 else f"by rank {list_some(shapes)}"
+
+
+def audit_tally(
+    tally: Tally,
+    *,
+    slots: int,
+    per_rank: tuple[int, ...],
+    epoch: int | None,
+    limit: int,
+    weight_range: tuple[float, float] | None = None,
+    strays: Sequence[Integer[np.ndarray, " slots"]] = (),
+) -> EpochAudit:
+    """What a tally has met, and ids that it could not meet; each meeting weighs 1 by default."""
+    repeated, counts = tally.repeated()
+    # as Python's integers: numpy makes floats of int64 beside uint64
+    beyond = {stray for block in strays for stray in np.unique(block)[:limit].tolist()}
+    return EpochAudit(
+        num_examples=tally.num_examples,
+        slots=slots,
+        accepted=sum(per_rank),
+        unique=tally.unique,
+        duplicated=dict(zip(repeated[:limit].tolist(), counts[:limit].tolist(), strict=True)),
+        omitted=tuple(tally.unmet(limit).tolist()),
+        out_of_range=tuple(sorted(beyond)[:limit]),
+        num_duplicated=len(repeated),
+        num_omitted=tally.num_examples - tally.unique,
+        num_out_of_range=sum(map(len, strays)),
+        per_rank=per_rank,
+        weight_range=_find_meetings_range(tally) if weight_range is None else weight_range,
+        epoch=epoch,
+    )
+
+
+def _find_meetings_range(tally: Tally) -> tuple[int, int]:
+    """How often the ids were met that were met the least and the most."""
+    if not tally.meetings:
+        return 0, 0
+    # Closed form: 0 where an id is omitted, 1 where one came once, and only then the counts.
+    repeated, counts = tally.repeated()
+    omitted, once = tally.unique < tally.num_examples, len(repeated) < tally.unique
+    return 0 if omitted else 1 if once else int(counts.min()), int(counts.max(initial=1))
+
+
+def _take_accepted(ids: np.ndarray, weights: np.ndarray | None) -> Iterator[Rank]:
     """The ids and weights of accepted slots, block by block."""
     for start in range(0, len(ids), _BLOCK):
         block = slice(start, start + _BLOCK)
@@ -271,18 +269,20 @@ def _accepted_blocks(ids: np.ndarray, weights: np.ndarray | None) -> Iterator[Ra
             yield ids[block][accepted], weights[block][accepted]
 
 
-def _weight_range(ranks: Sequence[Rank], tally: Tally) -> tuple[float, float] | None:
+def _find_weight_range(ranks: Sequence[Rank], tally: Tally) -> tuple[float, float] | None:
     """The smallest and the largest accepted weight that an id received over all its slots.
 
     None where weights only say whether a slot counts.
     """
-    if not tally.meetings or all(weights is None or _plain(weights) for _, weights in ranks):
+    if not tally.meetings or all(weights is None or _is_plain(weights) for _, weights in ranks):
         return None
+    # Only ids that came several times need a sum of their own, and they are few; the others' range
+    # is that of their single weights.
     repeated, _ = tally.repeated()
     sums = np.zeros(len(repeated))
     lightest, heaviest = np.inf, 0.0
     for rank in ranks:
-        for ids, weights in _accepted_blocks(*rank):
+        for ids, weights in _take_accepted(*rank):
             assert weights is not None  # one rank's weights are there where another's are
             several = np.zeros(len(ids), bool)
             if repeated.size:
@@ -294,14 +294,14 @@ def _weight_range(ranks: Sequence[Rank], tally: Tally) -> tuple[float, float] | 
             lightest = min(lightest, single.min(initial=np.inf))
             heaviest = max(heaviest, single.max(initial=0))
     lightest, heaviest = min(lightest, sums.min(initial=np.inf)), max(heaviest, sums.max(initial=0))
-    return 0 if tally.unique < tally.num_examples else _number(lightest), _number(heaviest)
+    return 0 if tally.unique < tally.num_examples else _as_number(lightest), _as_number(heaviest)
 
 
-def _plain(weights: np.ndarray) -> bool:
+def _is_plain(weights: np.ndarray) -> bool:
     """Whether weights only say whether a slot counts."""
     return weights.dtype.kind in "iub" and weights.max(initial=0) <= 1
 
 
-def _number(value: float) -> float:
+def _as_number(value: float) -> float:
     """A Python number, whole where it is whole."""
     return int(value) if float(value).is_integer() else float(value)

@@ -11,7 +11,7 @@ from jaxtyping import Int64
 
 from jax_ddp_weighting._arguments import check_epoch, check_length, check_limit, list_some
 from jax_ddp_weighting._files import open_whole
-from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_of, check_entries
+from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_tally, check_entries
 from jax_ddp_weighting.sampling.tally import Tally
 
 _LEDGER = b"jax_ddp_weighting ledger 1\n"
@@ -70,8 +70,8 @@ class Ledger:
             ValueError: ids are out of range, or weights are of another shape, negative or not
                 finite. Nothing was entered then.
         """
-        one_rank = None if weights is None else [_held(weights)]
-        ((flat, flat_weights),) = check_entries("Ledger.add", [_held(ids)], one_rank)
+        one_rank = None if weights is None else [_take_held(weights)]
+        ((flat, flat_weights),) = check_entries("Ledger.add", [_take_held(ids)], one_rank)
         entered = flat if flat_weights is None else flat[flat_weights > 0]
         strays = entered[(entered < 0) | (entered >= self.num_examples)]
         if strays.size:
@@ -104,7 +104,7 @@ class Ledger:
     def audit(self, *, limit: int = LISTED) -> EpochAudit:
         """What has been consumed so far, as `audit_ids` would say it."""
         limit = check_limit("Ledger.audit: limit", limit)
-        return audit_of(
+        return audit_tally(
             self._tally,
             slots=self.accepted,
             per_rank=(self.accepted,),
@@ -163,7 +163,7 @@ class Ledger:
         )
 
 
-def _held(values: Any) -> np.ndarray:
+def _take_held(values: Any) -> np.ndarray:
     """What this process holds of an array: all of it, unless it is global and JAX's."""
     if getattr(values, "is_fully_addressable", True):
         return np.asarray(values)

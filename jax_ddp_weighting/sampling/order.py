@@ -52,14 +52,8 @@ def torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_example
         >>> torch_order(10, seed=0)
         array([4, 1, 7, 5, 3, 9, 0, 8, 6, 2])
     """
-    n = check_integer(
-        "torch_order: num_examples",
-        num_examples,
-        0,
-        _TORCH_MAX_EXAMPLES,
-        "be an integer in [0, 2**31)",
-        'order="keyed" takes up to 2**62 examples.',
-    )
+    remedy = 'order="keyed" takes up to 2**62 examples.'
+    n = check_integer("torch_order: num_examples", num_examples, 0, _TORCH_MAX_EXAMPLES, remedy)
     seed = check_seed("torch_order: seed", seed)
     if n == 0:
         return np.zeros(0, np.int64)
@@ -137,36 +131,36 @@ def keyed_order(
             " A position is a place in the order of one epoch."
         )
     if n <= _RANKED:
-        return _ranked(n, seed, epoch)[places]
-    return _enciphered(places.reshape(-1), n, seed, epoch).reshape(places.shape)
+        return _rank_by_hash(n, seed, epoch)[places]
+    return _encipher(places.reshape(-1), n, seed, epoch).reshape(places.shape)
 
 
-def _key(n: int, seed: int, epoch: int, size: int) -> bytes:
+def _derive_bytes(n: int, seed: int, epoch: int, size: int) -> bytes:
     """`size` bytes that depend on all three, the same on every machine."""
     return hashlib.shake_256(f"keyed_order 1: {n} {seed} {epoch}".encode()).digest(size)
 
 
 @lru_cache(maxsize=16)
-def _ranked(n: int, seed: int, epoch: int) -> Int64[np.ndarray, " n"]:
+def _rank_by_hash(n: int, seed: int, epoch: int) -> Int64[np.ndarray, " n"]:
     """A whole small order: positions ranked by 64 hashed bits each (a tie keeps its order)."""
-    hashes = np.frombuffer(_key(n, seed, epoch, 8 * n), "<u8")
+    hashes = np.frombuffer(_derive_bytes(n, seed, epoch, 8 * n), "<u8")
     order = np.argsort(hashes, kind="stable").astype(np.int64)
     order.flags.writeable = False
     return order
 
 
 @lru_cache(maxsize=16)
-def _round_keys(n: int, seed: int, epoch: int) -> tuple[tuple[np.uint32, np.uint32], ...]:
+def _derive_round_keys(n: int, seed: int, epoch: int) -> tuple[tuple[np.uint32, np.uint32], ...]:
     """An odd multiplier and an offset for every round."""
-    words = np.frombuffer(_key(n, seed, epoch, 8 * _ROUNDS), "<u4").reshape(_ROUNDS, 2)
+    words = np.frombuffer(_derive_bytes(n, seed, epoch, 8 * _ROUNDS), "<u4").reshape(_ROUNDS, 2)
     return tuple((np.uint32(multiplier | 1), np.uint32(offset)) for multiplier, offset in words)
 
 
-def _enciphered(
+def _encipher(
     positions: Integer[np.ndarray, " count"], n: int, seed: int, epoch: int
 ) -> Int64[np.ndarray, " count"]:
     """The permutation of a large order, block by block, then the few that must walk on."""
-    keys = _round_keys(n, seed, epoch)
+    keys = _derive_round_keys(n, seed, epoch)
     ids = np.empty(len(positions), np.int64)
     for start in range(0, len(positions), _BLOCK):
         block = slice(start, start + _BLOCK)

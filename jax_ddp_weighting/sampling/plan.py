@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
 from jax_ddp_weighting._arguments import (
+    check_below,
     check_epoch,
     check_integer,
     check_length,
@@ -16,6 +17,7 @@ from jax_ddp_weighting._arguments import (
     check_num_replicas,
     check_rank,
     check_seed,
+    check_up_to,
     list_some,
 )
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_ids
@@ -91,17 +93,11 @@ class EpochPlan:
     order: Order | GivenOrder = "keyed"
 
     def __post_init__(self) -> None:
+        remedy = "It is the number of rows per rank and step."
         checked = {
             "num_examples": check_length("EpochPlan: num_examples", self.num_examples),
             "num_replicas": check_num_replicas("EpochPlan: num_replicas", self.num_replicas),
-            "batch_size": check_integer(
-                "EpochPlan: batch_size",
-                self.batch_size,
-                1,
-                2**31,
-                "be an integer in [1, 2**31]",
-                "It is the number of rows per rank and step.",
-            ),
+            "batch_size": check_integer("EpochPlan: batch_size", self.batch_size, 1, 2**31, remedy),
             "seed": check_seed("EpochPlan: seed", self.seed),
         }
         for name, value in checked.items():
@@ -189,7 +185,7 @@ class EpochPlan:
     @property
     def num_samples(self) -> int:
         """Slots per rank and epoch, before short last batches are filled."""
-        if self.tail == "drop":
+        if self.tail == "drop":  # whole steps, where torch would cut to whole rounds of ranks
             return self.steps_per_epoch * self.batch_size
         return -(-self.epoch_length // self.num_replicas)
 
@@ -229,8 +225,9 @@ class EpochPlan:
         Raises:
             ValueError: the epoch has no such step.
         """
+        # A step is a contiguous run of places, of which those below `accepted_per_epoch` count.
         rows = self.num_replicas * self.batch_size
-        before = self._step("EpochPlan.accepted: step", step) * rows
+        before = self._check_step("EpochPlan.accepted: step", step) * rows
         return max(0, min(self.accepted_per_epoch - before, rows))
 
     def accepted_by(self, rank: int) -> int:
@@ -243,6 +240,7 @@ class EpochPlan:
             ValueError: the plan has no such rank.
         """
         rank = check_rank("EpochPlan.accepted_by: rank", rank, self.num_replicas)
+        # the places rank, rank + W, rank + 2 W, ... below `accepted`: (accepted - rank) / W, up
         return -((rank - self.accepted_per_epoch) // self.num_replicas)
 
     def slots(self, epoch: int, rank: int, *, start: int = 0, stop: int | None = None) -> Slots:
@@ -264,9 +262,9 @@ class EpochPlan:
         rank = check_rank("EpochPlan.slots: rank", rank, self.num_replicas)
         last = self.num_samples
         stop = last if stop is None else stop
-        stop = check_integer("EpochPlan.slots: stop", stop, 0, last, f"be in [0, {last}]")
-        start = check_integer("EpochPlan.slots: start", start, 0, stop, f"be in [0, {stop}]")
-        rows = self._rows(epoch, np.array([rank]), start, stop)
+        stop = check_up_to("EpochPlan.slots: stop", stop, last)
+        start = check_up_to("EpochPlan.slots: start", start, stop)
+        rows = self._take_rows(epoch, np.array([rank]), start, stop)
         return Slots(rows.ids[0], rows.weights[0])
 
     def batch(self, epoch: int, step: int, ranks: Sequence[int] | None = None) -> Slots:
@@ -287,7 +285,7 @@ class EpochPlan:
             ValueError: the plan has no such epoch, step or rank.
         """
         epoch = check_epoch("EpochPlan.batch: epoch", epoch)
-        start = self._step("EpochPlan.batch: step", step) * self.batch_size
+        start = self._check_step("EpochPlan.batch: step", step) * self.batch_size
         if ranks is None:
             wanted = np.arange(self.num_replicas)
         elif isinstance(ranks, int):
@@ -298,7 +296,7 @@ class EpochPlan:
         else:
             some = [check_rank("EpochPlan.batch: ranks", r, self.num_replicas) for r in ranks]
             wanted = np.array(some, np.int64)
-        return self._rows(epoch, wanted, start, start + self.batch_size)
+        return self._take_rows(epoch, wanted, start, start + self.batch_size)
 
     def audit(self, epoch: int, *, limit: int = LISTED) -> EpochAudit:
         """What the slots of an epoch cover, in closed form, without walking them.
@@ -318,8 +316,11 @@ class EpochPlan:
         """
         epoch = check_epoch("EpochPlan.audit: epoch", epoch)
         limit = check_limit("EpochPlan.audit: limit", limit)
+        # Accepted slots are the first `accepted` places, and places past the order's end begin it
+        # again. So counting needs no walk: a place is accepted `times` times, and the first
+        # `further` ones once more; only ids that are to be listed are looked up.
         length, accepted = self.epoch_length, self.accepted_per_epoch
-        each, more = divmod(accepted, self.num_replicas)
+        each, more = divmod(accepted, self.num_replicas)  # of the last round the first ranks
         per_rank = (each + 1,) * more + (each,) * (self.num_replicas - more)
         slots = self.num_samples * self.num_replicas
         if isinstance(self.order, GivenOrder):
@@ -333,14 +334,14 @@ class EpochPlan:
         copied = np.arange(min(several, limit))
         cut = np.arange(accepted, accepted + min(missing, limit))
         counts = times + (copied < further)
-        duplicated = zip(self._ids(epoch, copied).tolist(), counts.tolist(), strict=True)
+        duplicated = zip(self._look_up(epoch, copied).tolist(), counts.tolist(), strict=True)
         return EpochAudit(
             num_examples=self.num_examples,
             slots=slots,
             accepted=accepted,
             unique=length - missing,
             duplicated=dict(sorted(duplicated)),
-            omitted=tuple(np.sort(self._ids(epoch, cut)).tolist()),
+            omitted=tuple(np.sort(self._look_up(epoch, cut)).tolist()),
             num_duplicated=several,
             num_omitted=missing,
             per_rank=per_rank,
@@ -348,32 +349,36 @@ class EpochPlan:
             epoch=epoch,
         )
 
-    def _rows(self, epoch: int, ranks: Int64[np.ndarray, " ranks"], start: int, stop: int) -> Slots:
+    def _take_rows(
+        self, epoch: int, ranks: Int64[np.ndarray, " ranks"], start: int, stop: int
+    ) -> Slots:
         """Rows `start` to `stop` of some ranks, past the epoch's end too, as ``[ranks, rows]``."""
         places = np.arange(start, stop) * self.num_replicas + ranks[:, None]
         weights = (places < self.accepted_per_epoch).astype(np.int32)
+        # a division for each row, and only the last step has any beyond the end
         beyond = places >= self.epoch_length
         if beyond.any():
             places[beyond] %= self.epoch_length
-        return Slots(self._ids(epoch, places), weights)
+        return Slots(self._look_up(epoch, places), weights)
 
-    def _ids(self, epoch: int, places: Int64[np.ndarray, "*shape"]) -> Int64[np.ndarray, "*shape"]:
+    def _look_up(
+        self, epoch: int, places: Int64[np.ndarray, "*shape"]
+    ) -> Int64[np.ndarray, "*shape"]:
         if isinstance(self.order, GivenOrder):
             return self.order.ids[places]
         if not self.shuffle:
             return places
         if self.order == "torch":
-            return _whole_torch_order(self.num_examples, self.seed + epoch)[places]
+            return _make_torch_order(self.num_examples, self.seed + epoch)[places]
         return keyed_order(places, self.num_examples, seed=self.seed, epoch=epoch)
 
-    def _step(self, argument: str, step: int) -> int:
+    def _check_step(self, argument: str, step: int) -> int:
         steps = self.steps_per_epoch
-        remedy = f"An epoch of this plan has {steps} steps."
-        return check_integer(argument, step, 0, steps - 1, f"be in [0, {steps})", remedy)
+        return check_below(argument, step, steps, f"An epoch of this plan has {steps} steps.")
 
 
 @lru_cache(maxsize=2)  # one for training, one for evaluation: an order is 8 bytes an example
-def _whole_torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_examples"]:
+def _make_torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_examples"]:
     order = torch_order(num_examples, seed)
     order.flags.writeable = False
     return order

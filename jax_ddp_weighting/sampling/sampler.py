@@ -11,12 +11,12 @@ from jaxtyping import Int64, Integer
 
 from jax_ddp_weighting._arguments import (
     check_epoch,
-    check_integer,
     check_length,
     check_num_replicas,
     check_rank,
+    check_up_to,
 )
-from jax_ddp_weighting.sampling import adapters as views
+from jax_ddp_weighting.sampling import adapters
 from jax_ddp_weighting.sampling.plan import EpochPlan, Order, Tail
 
 _CHUNK = 8192  # ids made at once while iterating: small beside an epoch, large beside a call
@@ -85,7 +85,7 @@ class DistributedSampler:
         if tail is None:
             tail = "drop" if drop_last else "repeat"
         ranks = check_num_replicas("DistributedSampler: num_replicas", num_replicas)
-        length = _length(dataset)
+        length = _find_length(dataset)
         if isinstance(order, str):
             self.plan = EpochPlan(
                 length, ranks, 1, shuffle=shuffle, seed=seed, tail=tail, order=order
@@ -150,7 +150,7 @@ class DistributedSampler:
         self.epoch = check_epoch("DistributedSampler.set_epoch: epoch", epoch)
 
     def __iter__(self) -> Iterator[int]:
-        length = _length(self.dataset)
+        length = _find_length(self.dataset)
         if length != self.plan.num_examples:
             raise ValueError(
                 f"DistributedSampler: len(dataset) must stay {self.plan.num_examples}, got"
@@ -159,10 +159,10 @@ class DistributedSampler:
         last = self._pass
         if last is not None and last.complete and last.epoch == self.epoch and self.shuffle:
             self._warn()
-        start = self._resumed_slots()
+        start = self._find_resumed()
         self._resume = (0, 0)
         self._pass = _Pass(self.plan, self.rank, self.epoch, start)
-        return chain.from_iterable(self._pass.chunks())
+        return chain.from_iterable(self._pass.make_chunks())
 
     def _warn(self) -> None:
         if not self._warned:
@@ -173,7 +173,7 @@ class DistributedSampler:
                 stacklevel=3,
             )
 
-    def _resumed_slots(self) -> int:
+    def _find_resumed(self) -> int:
         epoch, slots = self._resume
         return slots if epoch == self.epoch else 0
 
@@ -195,18 +195,12 @@ class DistributedSampler:
         """
         slots = self.num_samples
         if consumed is not None:
-            read = check_integer(
-                "DistributedSampler.state_dict: consumed",
-                consumed,
-                0,
-                slots,
-                f"be in [0, {slots}]",
-                "It counts this rank's slots of one epoch.",
-            )
+            remedy = "It counts this rank's slots of one epoch."
+            read = check_up_to("DistributedSampler.state_dict: consumed", consumed, slots, remedy)
         elif self._pass is not None and self._pass.epoch == self.epoch:
             read = self._pass.read
         else:
-            read = self._resumed_slots()
+            read = self._find_resumed()
         # A complete epoch has no rest, for whatever number of ranks.
         position = self.plan.epoch_length if read >= slots else read * self.num_replicas
         return {
@@ -252,9 +246,7 @@ class DistributedSampler:
                 )
         epoch = check_epoch(f"{function}: epoch", state["epoch"])
         length = self.plan.epoch_length
-        position = check_integer(
-            f"{function}: position", state["position"], 0, length, f"be in [0, {length}]"
-        )
+        position = check_up_to(f"{function}: position", state["position"], length)
         if position != length and position % self.num_replicas:
             raise ValueError(
                 f"{function}: position must be a multiple of num_replicas, {self.num_replicas},"
@@ -268,21 +260,21 @@ class DistributedSampler:
         """The ids that a whole pass over this epoch yields, as one int64 array."""
         return self.plan.slots(self.epoch, self.rank, stop=len(self)).ids
 
-    def source(self, num_epochs: int | None = 1) -> views.RankIndices:
+    def source(self, num_epochs: int | None = 1) -> adapters.RankIndices:
         """The ids of this and the following epochs as a source: ``grain.MapDataset.source(...)``.
 
         Args:
             num_epochs: how many epochs; without end where it is None.
         """
-        return views.RankIndices(self.plan, self.rank, num_epochs, self.epoch)
+        return adapters.RankIndices(self.plan, self.rank, num_epochs, self.epoch)
 
-    def grain_sampler(self, num_epochs: int | None = 1) -> views.GrainSampler:
+    def grain_sampler(self, num_epochs: int | None = 1) -> adapters.GrainSampler:
         """The ids of this and the following epochs as the `sampler=` of a grain DataLoader.
 
         Args:
             num_epochs: how many epochs; without end where it is None.
         """
-        return views.GrainSampler(self.source(num_epochs))
+        return adapters.GrainSampler(self.source(num_epochs))
 
     def torch_sampler(self) -> Any:
         """This sampler as an instance of ``torch.utils.data.DistributedSampler``.
@@ -290,7 +282,7 @@ class DistributedSampler:
         torch's DataLoader takes the sampler as it is. Trainers that shard everything that is not of
         torch's class need the view.
         """
-        return views.torch_sampler(self)
+        return adapters.torch_sampler(self)
 
     def __repr__(self) -> str:
         plan = ", ".join(f"{name}={value!r}" for name, value in self.plan.fingerprint.items())
@@ -310,7 +302,7 @@ class _Pass:
         self.chunk: Iterator[int] = iter(())
         self.ended = False
 
-    def chunks(self) -> Iterator[Iterator[int]]:
+    def make_chunks(self) -> Iterator[Iterator[int]]:
         # torch's order is there as a whole anyway; one look at it, lest another pass displaces it.
         run = _CHUNK if self.plan.order == "keyed" else max(self.stop, 1)
         while self.made < self.stop:
@@ -337,7 +329,7 @@ class _Pass:
         return self.stop > 0 and self.read >= self.stop
 
 
-def _length(dataset: Sized | int) -> int:
+def _find_length(dataset: Sized | int) -> int:
     """The length that a dataset has now."""
     length = len(dataset) if isinstance(dataset, Sized) else dataset
     return check_length("DistributedSampler: len(dataset)", length)

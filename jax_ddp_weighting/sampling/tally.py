@@ -26,6 +26,8 @@ class Tally:
 
     def add(self, ids: Integer[np.ndarray, " slots"]) -> None:
         """Meet some ids, all of them in range."""
+        # Sorted blocks, because a scatter into `_met` in ascending order stays in the cache, and
+        # because what comes twice within a block then stands side by side.
         narrow = np.uint32 if self.num_examples <= 2**32 else np.int64  # sorts in half the time
         for start in range(0, len(ids), _BLOCK):
             block = np.sort(ids[start : start + _BLOCK].astype(narrow))
@@ -34,13 +36,15 @@ class Tally:
             if same.any():
                 self._meet_again(block[1:][same])
                 block = block[np.append(True, ~same)]
-            before = self._met.take(block)
+            before = self._met.take(block)  # after the block's own copies are gone
             if before.any():
                 self._meet_again(block[before])
             self._met[block] = True
 
     def merge(self, other: "Tally") -> None:
         """Meet all that another tally of the same ids has met."""
+        # An id that either side met has one first meeting; of the other's first meetings those of
+        # ids met here too are further ones, and all of its further ones are.
         ids, counts = other.repeated()
         self._meet_again(np.flatnonzero(self._met & other._met))
         self._meet_again(np.repeat(ids, counts - 1))
@@ -57,10 +61,12 @@ class Tally:
     @property
     def unique(self) -> int:
         """How many ids have been met."""
+        # every meeting is an id's first or one of the further ones: no pass over the bytes
         return self.meetings - self._num_pending - int(self._repeated[1].sum())
 
     def unmet(self, limit: int) -> Int64[np.ndarray, " ids"]:
         """The first `limit` ids not yet met, ascending."""
+        # Piece by piece, since the first few of a billion unmet ids need no billion int64.
         found = [np.zeros(0, np.int64)]
         wanted = min(limit, self.num_examples - self.unique)
         start, step = 0, 1 << 20

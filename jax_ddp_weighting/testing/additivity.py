@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_rtol
-from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.batch import Batch, check_batch
 from jax_ddp_weighting.testing.comparison import (
     LeafDifference,
     ParityError,
@@ -81,19 +81,15 @@ def check_additive(
         Traceback (most recent call last):
         jax_ddp_weighting.testing.comparison.ParityError: check_additive: ... sums do not add up ...
     """
-    if not isinstance(batch, Batch):
-        raise TypeError(
-            f"check_additive: batch must be a Batch, got {type(batch).__name__}. "
-            "Batch.of(data, weights) makes one."
-        )
+    check_batch("check_additive: batch must be a Batch", batch)
     rows = int(np.shape(batch.weights)[0])
-    deals = _parts(splits, rows)
+    deals = _check_splits(splits, rows)
     if rtol is not None:
         check_rtol("check_additive: rtol", rtol)
     cast = as_float64 if float64 else lambda tree: jax.tree.map(np.asarray, tree)
     params, batch = cast(params), cast(batch)
     with jax.enable_x64(True) if float64 else nullcontext():
-        sums_of = jax.jit(_with_gradients(loss_fn))
+        sums_of = jax.jit(_take_gradients(loss_fn))
         whole = sums_of(params, batch)
         found = []
         for split in deals:
@@ -102,9 +98,9 @@ def check_additive(
                 sums_of(params, jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], batch))
                 for a, b in pairwise(edges)
             ]
-            found += _compared(parts, whole, split, "sum of parts", rtol)
-        padded = sums_of(params, _with_padding(batch))
-        found += _compared([padded], whole, (rows,), "rows of weight 0 added", rtol)
+            found += _compare_parts(parts, whole, split, "sum of parts", rtol)
+        padded = sums_of(params, _add_padding(batch))
+        found += _compare_parts([padded], whole, (rows,), "rows of weight 0 added", rtol)
     report = ParityReport(tuple(found))
     wrong = report.wrong
     if wrong:
@@ -122,7 +118,7 @@ Sums = dict[str, tuple[WeightedSum, PyTree]]
 """Each term's sum, and the gradient of its total."""
 
 
-def _with_gradients(loss_fn: LossFn) -> Callable[[PyTree, Batch], Sums]:
+def _take_gradients(loss_fn: LossFn) -> Callable[[PyTree, Batch], Sums]:
     def sums_of(params: PyTree, batch: Batch) -> Sums:
         def totals(params: PyTree) -> Any:
             sums = loss_fn(params, batch)
@@ -137,13 +133,13 @@ def _with_gradients(loss_fn: LossFn) -> Callable[[PyTree, Batch], Sums]:
     return sums_of
 
 
-def _compared(
+def _compare_parts(
     parts: list[Sums], whole: Sums, split: tuple[int, ...], engine: str, rtol: float | None
 ) -> list[LeafDifference]:
     found = []
     for name, (term, gradient) in whole.items():
         sums, gradients = zip(*(part[name] for part in parts), strict=True)
-        once = _counted_once([*sums, term]) and sum(each.weight for each in sums) != term.weight
+        once = _are_counted_once([*sums, term]) and sum(each.weight for each in sums) != term.weight
         if once:  # then every part must say what the whole says
             pairs = [
                 ({"mean": each.total, "gradient": own}, {"mean": term.total, "gradient": gradient})
@@ -173,12 +169,12 @@ def _compared(
     return found
 
 
-def _counted_once(sums: list[WeightedSum]) -> bool:
+def _are_counted_once(sums: list[WeightedSum]) -> bool:
     weights = [np.asarray(each.weight) for each in sums]
     return all(each.dtype.kind in "iu" and each <= 1 for each in weights)
 
 
-def _with_padding(batch: Batch) -> Batch:
+def _add_padding(batch: Batch) -> Batch:
     """The batch with copies of its first rows at weight 0 behind it."""
     rows = len(batch.weights)
     order = np.concatenate([np.arange(rows), np.arange(-(-rows // 2))])
@@ -190,7 +186,7 @@ def _with_padding(batch: Batch) -> Batch:
     return replace(padded, weights=weights, missing=missing)
 
 
-def _parts(splits: Sequence[Sequence[int]] | None, rows: int) -> list[tuple[int, ...]]:
+def _check_splits(splits: Sequence[Sequence[int]] | None, rows: int) -> list[tuple[int, ...]]:
     if splits is None:
         if rows < 2:
             raise ValueError(

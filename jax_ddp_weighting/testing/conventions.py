@@ -9,41 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
-def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
-    """Weights on which the conventions differ, by what is particular about them.
-
-    All are dyadic fractions, exact in float32. The number of tokens is a prime that divides neither
-    ranks nor microbatches, so that counting slots looks like no other factor.
-    """
-    parts = ranks * microbatches
-    tokens = next(prime for prime in (7, 11, 13, 17, 19, 23, 29, 31, 37) if parts % prime)
-    part = np.arange(parts).reshape(ranks, microbatches, 1)
-    place = (np.arange(tokens) + part) % tokens
-    full = (place < 1 + (3 * part + 2) % tokens).astype(float)
-
-    rank, step = np.indices((ranks, microbatches))
-    scattered = full * ((rank + step) % 2 == 0)[..., None]
-    busy = (rank < max(ranks - 1, 1)) & (step < max(microbatches - 1, 1))
-    idle = full * busy[..., None]
-
-    heavy = full * np.array([0.5, 1.5, 3.0])[(place + part) % 3]
-    light = (place == 0) * (0.25 * (1 + part // 2 % 3))  # less than 1 in the whole microbatch
-    fractional = np.where(part % 2 == 1, light, heavy)
-    little = fractional / 2.0 ** np.ceil(np.log2(fractional.sum()) + 1)
-
-    found: dict[str, np.ndarray] = {"every microbatch holds some weight": full}
-    if ranks > 1 and microbatches > 1:
-        found["some microbatches are empty"] = scattered
-    if parts > 1:
-        found["a whole rank or microbatch is empty"] = idle
-    found["weights are fractions"] = fractional
-    found["the step holds less weight than 1"] = little
-    return found
-
-
-_TOKENS, _RANK, _STEP, _WHOLE = (2,), (1, 2), (0, 2), (0, 1, 2)
-
 CONVENTIONS = (
     "global_mean",
     "mean_of_means",
@@ -62,6 +27,9 @@ CONVENTIONS = (
 """Every name that a diagnosis can give."""
 
 
+# --- schemes: weights -> counts -------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Scheme:
     """A way of turning weights into what each token counts.
@@ -77,18 +45,7 @@ class Scheme:
     counted: Callable[[np.ndarray], np.ndarray]
 
 
-@dataclass(frozen=True)
-class Match:
-    """A scheme times a factor that has a reason: a product of powers of ranks and microbatches."""
-
-    convention: str
-    factor: float
-    scheme: Scheme
-    reason: str
-    plain: bool
-
-
-# --- the schemes ----------------------------------------------------------------------------------
+_TOKENS, _RANK, _STEP, _WHOLE = (2,), (1, 2), (0, 2), (0, 1, 2)
 
 
 def _mean_of_parts(
@@ -134,7 +91,8 @@ def _right(weights: np.ndarray) -> np.ndarray:
 
 RIGHT = Scheme("global_mean", "the mean over all weight", _right)
 
-# In order of plainness: of those that agree with what was seen, the first is named.
+# In order of plainness: of those that agree with what was seen, the first is named. So a step that
+# is right on all probes is called right, though with one rank several of these are one function.
 SCHEMES = (
     RIGHT,
     Scheme(
@@ -238,6 +196,29 @@ SCHEMES = (
     Scheme("unknown", "the sum over all slots, whatever they weigh", np.ones_like),
 )
 
+
+# --- candidates: schemes times factors ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Match:
+    """A scheme times a factor that has a reason: a product of powers of ranks and microbatches.
+
+    Attributes:
+        convention: the name of the whole, which for a multiple of the global mean is the factor's.
+        factor: the number itself.
+        scheme: what is multiplied.
+        reason: the factor in words.
+        plain: whether it is a mistake seen in practice, and not one that could only be thought of.
+    """
+
+    convention: str
+    factor: float
+    scheme: Scheme
+    reason: str
+    plain: bool
+
+
 # (power of ranks, power of microbatches) -> the name of that many times the global mean
 _GLOBAL = {
     (0, 0): "global_mean",
@@ -261,11 +242,11 @@ def candidates(ranks: int, microbatches: int) -> list[Match]:
             name = _GLOBAL.get(powers, "unknown") if scheme is RIGHT else scheme.convention
             plain = factor == 1 or (scheme is RIGHT and powers in _GLOBAL)
             plain |= scheme.convention == "sum" and powers == (-1, 0)  # summed, then averaged
-            found.append(Match(name, factor, scheme, _reason(powers), plain))
+            found.append(Match(name, factor, scheme, _explain_factor(powers), plain))
     return sorted(found, key=lambda each: not each.plain)
 
 
-def _reason(powers: tuple[int, int]) -> str:
+def _explain_factor(powers: tuple[int, int]) -> str:
     parts = ("the number of ranks", "the number of microbatches")
     times = [part for part, power in zip(parts, powers, strict=True) if power > 0]
     over = [part for part, power in zip(parts, powers, strict=True) if power < 0]
@@ -273,6 +254,46 @@ def _reason(powers: tuple[int, int]) -> str:
     if over:
         words = f"{words or '1'} over {' times '.join(over)}"
     return words
+
+
+# --- probes: weights that tell candidates apart ---------------------------------------------------
+
+
+def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
+    """Weights on which the conventions differ, by what is particular about them.
+
+    All are dyadic fractions, exact in float32. The number of tokens is a prime that divides neither
+    ranks nor microbatches, so that counting slots looks like no other factor.
+    """
+    parts = ranks * microbatches
+    tokens = next(prime for prime in (7, 11, 13, 17, 19, 23, 29, 31, 37) if parts % prime)
+    part = np.arange(parts).reshape(ranks, microbatches, 1)
+    place = (np.arange(tokens) + part) % tokens
+    # Steps of 3 modulo a prime: microbatches hold different weights, and so do ranks.
+    full = (place < 1 + (3 * part + 2) % tokens).astype(float)
+
+    rank, step = np.indices((ranks, microbatches))
+    # A chessboard empties some microbatches but no rank and no microbatch over all ranks; the last
+    # row and column empty whole ones. Conventions that skip the empty part company on these two.
+    scattered = full * ((rank + step) % 2 == 0)[..., None]
+    busy = (rank < max(ranks - 1, 1)) & (step < max(microbatches - 1, 1))
+    idle = full * busy[..., None]
+
+    # Fractions above and below 1, and microbatches of less than 1 altogether, for clamps and casts.
+    heavy = full * np.array([0.5, 1.5, 3.0])[(place + part) % 3]
+    light = (place == 0) * (0.25 * (1 + part // 2 % 3))  # less than 1 in the whole microbatch
+    fractional = np.where(part % 2 == 1, light, heavy)
+    # The same, scaled by a power of 2, which rounds nothing, to less than 1 in the whole step.
+    little = fractional / 2.0 ** np.ceil(np.log2(fractional.sum()) + 1)
+
+    found: dict[str, np.ndarray] = {"every microbatch holds some weight": full}
+    if ranks > 1 and microbatches > 1:
+        found["some microbatches are empty"] = scattered
+    if parts > 1:
+        found["a whole rank or microbatch is empty"] = idle
+    found["weights are fractions"] = fractional
+    found["the step holds less weight than 1"] = little
+    return found
 
 
 # --- comparing what was seen ----------------------------------------------------------------------
@@ -300,7 +321,7 @@ def deviation(counted: np.ndarray, expected: np.ndarray) -> float:
     return float(gap / size) if size else float(np.inf if gap else 0.0)
 
 
-def structural(ranks: int, microbatches: int, match: Match) -> list[str]:
+def find_synonyms(ranks: int, microbatches: int, match: Match) -> list[str]:
     """The other names that say the same as this match, whatever the weights are.
 
     With one rank, for instance, nothing that depends on the number of ranks can show.

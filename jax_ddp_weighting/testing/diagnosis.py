@@ -13,8 +13,8 @@ from jax_ddp_weighting.testing.conventions import (
     Seen,
     candidates,
     deviation,
+    find_synonyms,
     matches,
-    structural,
 )
 
 _ADVICE = {
@@ -102,7 +102,7 @@ class Diagnosis:
         lines = [f"{self.convention}{factor}: the step takes {self.words}."]
         if self.weights.any() and np.isfinite(self.counted).all():
             lines.append(f"Each token counts this many times its right share, where {self.shown}:")
-            lines += _table(self.weights, self.counted)
+            lines += _format_table(self.weights, self.counted)
         lines.append(f"{'Right' if self.right else 'Fix'}: {self.advice}")
         if self.alternatives:
             lines.append(f"Cannot be told apart here from: {', '.join(self.alternatives)}.")
@@ -136,14 +136,14 @@ def diagnose_counts(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
         return unknown("a gradient of 0: it ignores its batch", notes=notes, **table)
     found = matches(list(finite.values()), rtol=rtol)
     if not found:
-        return _described(finite, rtol, notes, table)
+        return _describe_unmatched(finite, rtol, notes, table)
     first = found[0]
     names = dict.fromkeys(each.convention for each in found)
     return Diagnosis(
         first.convention,
         first.factor,
         _ADVICE[first.convention],
-        _words(first),
+        _put_in_words(first),
         tuple(name for name in names if name not in (first.convention, "unknown")),
         notes,
         **table,
@@ -192,7 +192,7 @@ def diagnose_weights(counted: Any, weights: Any, *, rtol: float = 1e-3) -> Diagn
         return found
     ranks, microbatches, _ = weights.shape
     first, *others = matches([(weights, counted)], rtol=rtol)
-    same = {first.convention, "unknown", *structural(ranks, microbatches, first)} | _FINER
+    same = {first.convention, "unknown", *find_synonyms(ranks, microbatches, first)} | _FINER
     if all(each.convention in same or not each.plain for each in others):
         return found
     return replace(
@@ -210,7 +210,7 @@ def unknown(words: str, *, advice: str = _ADVICE["unknown"], **other: Any) -> Di
     return Diagnosis("unknown", None, advice, words, **other)
 
 
-def _described(
+def _describe_unmatched(
     finite: Mapping[str, Seen], rtol: float, notes: tuple[str, ...], table: dict[str, Any]
 ) -> Diagnosis:
     """What can be said of counts that no candidate explains."""
@@ -218,7 +218,7 @@ def _described(
     if len(counts) > 1 and all(deviation(each, counts[0]) <= rtol for each in counts[1:]):
         words = "the same gradient whatever the weights: it ignores its batch"
         return unknown(words, notes=notes, **table)
-    factor = _constant_factor(finite, rtol)
+    factor = _find_factor(finite, rtol)
     if factor is not None:
         found = unknown(
             f"{factor:.4g} times the mean over all weight, a factor that neither the number of "
@@ -235,12 +235,12 @@ def _described(
             f"where {label}, it is {found[0].convention if found else 'none of the known'}."
             for label, found in each.items()
         )
-    off, nearest = _nearest(finite)
+    off, nearest = _find_nearest(finite)
     notes += (f"the nearest is {nearest.convention}, off by {off:.2g} of the largest count.",)
     return unknown("none of the known conventions, or a mixture", notes=notes, **table)
 
 
-def _constant_factor(finite: Mapping[str, Seen], rtol: float) -> float | None:
+def _find_factor(finite: Mapping[str, Seen], rtol: float) -> float | None:
     weights, counted = next(iter(finite.values()))
     factor = float(np.vdot(counted, weights) / np.vdot(weights, weights) * weights.sum())
     if factor and all(
@@ -251,7 +251,7 @@ def _constant_factor(finite: Mapping[str, Seen], rtol: float) -> float | None:
     return None
 
 
-def _nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
+def _find_nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
     ranks, microbatches, _ = next(iter(finite.values()))[0].shape
     scored = [
         (
@@ -267,17 +267,17 @@ def _nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
     return min(scored, key=lambda pair: pair[0])
 
 
-def _words(match: Match) -> str:
+def _put_in_words(match: Match) -> str:
     return f"{match.reason} times {match.scheme.words}" if match.factor != 1 else match.scheme.words
 
 
-def _table(weights: np.ndarray, counted: np.ndarray) -> list[str]:
+def _format_table(weights: np.ndarray, counted: np.ndarray) -> list[str]:
     ranks, microbatches, _ = weights.shape
     rows, columns = min(ranks, 8), min(microbatches, 6)
     right = RIGHT.counted(weights)
     lines = [["", *(f"microbatch {k}" for k in range(columns))]]
     for r in range(rows):
-        cells = [_cell(weights[r, k], counted[r, k], right[r, k]) for k in range(columns)]
+        cells = [_format_cell(weights[r, k], counted[r, k], right[r, k]) for k in range(columns)]
         lines.append([f"rank {r}", *cells])
     if microbatches > columns:
         lines[0].append(f"and {microbatches - columns} more")
@@ -286,7 +286,7 @@ def _table(weights: np.ndarray, counted: np.ndarray) -> list[str]:
     return shown + ([f"and {ranks - rows} more ranks"] if ranks > rows else [])
 
 
-def _cell(weights: np.ndarray, counted: np.ndarray, right: np.ndarray) -> str:
+def _format_cell(weights: np.ndarray, counted: np.ndarray, right: np.ndarray) -> str:
     held = weights > 0
     padding = bool(np.abs(counted[~held]).max(initial=0.0) > 1e-6 * np.abs(counted).max())
     if not held.any():

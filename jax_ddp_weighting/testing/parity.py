@@ -9,13 +9,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_microbatches, check_rtol
-from jax_ddp_weighting.data.batch import Batch, place_batch
+from jax_ddp_weighting.data.batch import Batch, check_batch, place_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.testing.comparison import (
     LeafDifference,
@@ -28,6 +29,9 @@ from jax_ddp_weighting.testing.comparison import (
 )
 from jax_ddp_weighting.weighting.gradient import value_and_grad
 from jax_ddp_weighting.weighting.loss_terms import LossFn
+
+# Beside the regimes proper: what `jax.pmap` becomes under `chex.fake_pmap`.
+_FAKE_PMAP = "fake_pmap"
 
 MakeGradient = Callable[..., Callable[..., tuple[Any, PyTree]]]
 
@@ -56,7 +60,9 @@ def check_gradients(
         batch: the whole batch; rows may have any weight, 0 included.
         splits: one or more ways of dealing the rows, such as `[(3, 1), (4, 0), (2, 1, 1)]`: rows
             per rank, in order. `jit`, `shard_map` and `pmap` need a device per rank.
-        engines: the regimes to compare in, of `ENGINES`.
+        engines: the regimes to compare in, of `ENGINES`; and `"fake_pmap"`, which is `jax.pmap`
+            under `chex.fake_pmap`: ranks of one device, whose results are compared one by one,
+            where `pmap` itself hands out the first rank's for all of them.
         microbatches: how many microbatches each rank splits its rows into.
         coefficients: one factor per term, for loss functions that return a dict.
         rtol: the difference allowed, relative to the largest entry of the leaf; by default 1e-12
@@ -86,12 +92,8 @@ def check_gradients(
         >>> report.worst.difference < 1e-6
         True
     """
-    if not isinstance(batch, Batch):
-        raise TypeError(
-            f"check_gradients: batch must be a Batch, got {type(batch).__name__}. "
-            "Batch.of(data, weights) makes one."
-        )
-    deals = _as_splits(splits, int(np.shape(batch.weights)[0]))
+    check_batch("check_gradients: batch must be a Batch", batch)
+    deals = _check_splits(splits, int(np.shape(batch.weights)[0]))
     _check_engines(engines)
     microbatches = check_microbatches("check_gradients: microbatches", microbatches)
     if rtol is not None:
@@ -102,52 +104,62 @@ def check_gradients(
         right = jax.jit(value_and_grad(loss_fn, coefficients=coefficients))(params, batch)
         found = []
         for split in deals:
-            rows = _dealt(batch, split, microbatches)
+            rows = _deal_rows(batch, split, microbatches)
             for engine in engines:
-                loss, gradients = _run(
-                    gradient, loss_fn, params, rows, len(split), engine, microbatches, coefficients
+                fn = gradient(
+                    loss_fn,
+                    axis_name=None if engine == "jit" else "data",
+                    microbatches=microbatches,
+                    coefficients=coefficients,
                 )
-                found += compare(
-                    {"loss": loss.value, "params": gradients},
-                    {"loss": right[0].value, "params": right[1]},
-                    split=split,
-                    engine=engine,
-                    rtol=rtol,
-                    caller="check_gradients",
-                    scaled_by="params",
-                )
+                compared: list[LeafDifference] = []
+                for loss, gradients in _run(fn, params, rows, len(split), engine):
+                    compared += compare(
+                        {"loss": loss.value, "params": gradients},
+                        {"loss": right[0].value, "params": right[1]},
+                        split=split,
+                        engine=engine,
+                        rtol=rtol,
+                        caller="check_gradients",
+                        scaled_by="params",
+                    )
+                found += ParityReport(tuple(compared)).by_leaf()  # of several ranks the worst
     report = ParityReport(tuple(found))
     if report.wrong:
-        raise ParityError(_message(report, microbatches), report)
+        raise ParityError(_write_message(report, microbatches), report)
     return report
 
 
 def _run(
-    gradient: MakeGradient,
-    loss_fn: LossFn,
-    params: PyTree,
-    rows: Batch,
-    ranks: int,
-    engine: str,
-    microbatches: int,
-    coefficients: Mapping[str, Any] | None,
-) -> tuple[Any, PyTree]:
+    fn: Callable[..., Any], params: PyTree, rows: Batch, ranks: int, engine: str
+) -> list[tuple[Any, PyTree]]:
+    """What `fn` gives in one regime: once, or once per rank where ranks can be seen apart."""
+    if engine == _FAKE_PMAP:
+        return _run_fake_pmap(fn, params, rows, ranks)
     if engine == "vmap":  # one device holds all ranks
         mesh = AbstractMesh((ranks,), ("data",))
     else:
         mesh = meshes.data_mesh(ranks)
         params = meshes.place(params, meshes.replicated_sharding(mesh))
         rows = place_batch(rows, meshes.row_sharding(mesh, "data"), caller="check_gradients")
-    fn = gradient(
-        loss_fn,
-        axis_name=None if engine == "jit" else "data",
-        microbatches=microbatches,
-        coefficients=coefficients,
+    return [jax.jit(meshes.over_ranks(fn, mesh, engine=engine))(params, rows)]
+
+
+def _run_fake_pmap(
+    fn: Callable[..., Any], params: PyTree, rows: Batch, ranks: int
+) -> list[tuple[Any, PyTree]]:
+    by_rank = jax.tree.map(
+        lambda leaf: np.reshape(leaf, (ranks, leaf.shape[0] // ranks, *leaf.shape[1:])), rows
     )
-    return jax.jit(meshes.over_ranks(fn, mesh, engine=engine))(params, rows)
+    # It drops whatever it doesn't know, `out_axes` and `devices` among it, without a word, so
+    # results come stacked over the ranks. And it patches `jax.pmap` where that is looked up, so the
+    # call must stand inside the block, and code that says `from jax import pmap` is not faked.
+    with chex.fake_pmap(jit_result=True):
+        stacked = jax.pmap(fn, "data", in_axes=(None, 0))(params, by_rank)
+    return [jax.tree.map(lambda leaf, rank=rank: leaf[rank], stacked) for rank in range(ranks)]
 
 
-def _as_splits(splits: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
+def _check_splits(splits: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
     deals = as_splits(splits)
     if not deals:
         raise ValueError(
@@ -165,21 +177,25 @@ def _as_splits(splits: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
 
 def _check_engines(engines: Sequence[str]) -> None:
     wanted = [engines] if isinstance(engines, str) else list(engines)
-    unknown = [each for each in wanted if each not in meshes.ENGINES]
+    known = (*meshes.ENGINES, _FAKE_PMAP)
+    unknown = [each for each in wanted if each not in known]
     if isinstance(engines, str) or unknown or not wanted:
         raise ValueError(
-            f"check_gradients: engines must be a list of some of {', '.join(meshes.ENGINES)}, got "
-            f"{engines!r}. Leave it out for all of them."
+            f"check_gradients: engines must be a list of some of {', '.join(known)}, got "
+            f"{engines!r}. Leave it out for all of ENGINES."
         )
 
 
-def _dealt(batch: Batch, split: tuple[int, ...], microbatches: int) -> Batch:
-    """The rows in rank order, each rank filled up to one width with rows of weight 0."""
+def _deal_rows(batch: Batch, split: tuple[int, ...], microbatches: int) -> Batch:
+    """The rows in rank order, each rank filled up to one width with rows of weight 0.
+
+    Not `pad_rows`, which fills up behind the last row: here every rank ends in its own padding.
+    """
     width = -(-max(split) // microbatches) * microbatches
     starts = np.cumsum([0, *split[:-1]])
-    places = [np.arange(width) + start for start in starts]
+    wanted = [np.arange(width) + start for start in starts]
     real = np.concatenate([np.arange(width) < size for size in split])
-    rows = np.where(real, np.concatenate(places), 0)  # filled with copies of the first row
+    rows = np.where(real, np.concatenate(wanted), 0)  # filled with copies of the first row
     dealt = jax.tree.map(lambda leaf: leaf[rows], batch)
     # what fills a rank up weighs nothing, in no denominator
     kept = jax.tree.map(
@@ -188,7 +204,7 @@ def _dealt(batch: Batch, split: tuple[int, ...], microbatches: int) -> Batch:
     return replace(dealt, weights=kept[0], missing=kept[1])
 
 
-def _message(report: ParityReport, microbatches: int) -> str:
+def _write_message(report: ParityReport, microbatches: int) -> str:
     wrong, worst = report.wrong, report.worst
     ranks = len(worst.split)
     ratio = "no constant ratio" if worst.ratio is None else f"ratio {worst.ratio:.3f}"
@@ -196,11 +212,11 @@ def _message(report: ParityReport, microbatches: int) -> str:
     return (
         f"{len(wrong)} of {len(report.differences)} gradient leaves differ at rtol="
         f"{worst.rtol:g}; worst {worst.leaf} {worst.shape}: {ratio} on {where}. "
-        f"{_meaning(worst, ranks, microbatches)}\n{describe(wrong)}"
+        f"{_explain(worst, ranks, microbatches)}\n{describe(wrong)}"
     )
 
 
-def _meaning(worst: LeafDifference, ranks: int, microbatches: int) -> str:
+def _explain(worst: LeafDifference, ranks: int, microbatches: int) -> str:
     if worst.rtol < 1e-7 and worst.difference < 1e-5:
         return (
             "A difference this small is float32's rounding: something in loss_fn computes in "

@@ -45,7 +45,9 @@ def effective_weights(
         [0.5, 0.5]
     """
     check_rtol("effective_weights: rtol", rtol)
-    target, own, eps = _flat(gradient, per_example_gradients)
+    target, own, eps = _flatten(gradient, per_example_gradients)
+    # Gram matrix of unit vectors: its entries are cosines, so that examples with small gradients
+    # are told apart as well as those with large ones, and one floor below fits all of them.
     norms = np.sqrt(sum(np.einsum("ep,ep->e", leaf, leaf) for leaf in own))
     _check_norms(norms)
     gram = sum(leaf @ leaf.T for leaf in own) / np.outer(norms, norms)
@@ -122,7 +124,9 @@ def per_example_gradients(
     return jax.vmap(jax.grad(loss_of_state), in_axes=(None, 0))(state, examples)
 
 
-def _flat(gradient: PyTree, examples: PyTree) -> tuple[list[np.ndarray], list[np.ndarray], float]:
+def _flatten(
+    gradient: PyTree, examples: PyTree
+) -> tuple[list[np.ndarray], list[np.ndarray], float]:
     """Both trees as float64 leaves `[parameters]` and `[examples, parameters]`, and their eps."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(gradient)
     own, own_structure = jax.tree_util.tree_flatten(examples)

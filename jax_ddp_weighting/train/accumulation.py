@@ -1,6 +1,6 @@
 """Gradient accumulation for optax in which every microbatch counts as its weight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -9,9 +9,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting._arguments import check_integer, check_weights
 from jax_ddp_weighting.distributed import mesh
-from jax_ddp_weighting.weighting.sums import divide
+from jax_ddp_weighting.weighting.loss_terms import has_gradient
+from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 T = TypeVar("T")
 
@@ -118,7 +119,7 @@ def weighted_multi_steps(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=jnp.zeros((), jnp.int32),
             weight=jnp.zeros((), jnp.result_type(float)),
-            acc_grads=jax.tree.map(_zeros_to_add_to, params),
+            acc_grads=jax.tree.map(_make_accumulator, params),
             inner_opt_state=inner.init(params),
         )
 
@@ -131,14 +132,15 @@ def weighted_multi_steps(
         flush: bool | Bool[Array, ""] = False,
         **extra_args: Any,
     ) -> tuple[PyTree, WeightedMultiStepsState]:
-        weight = _checked_weight(weight, state.weight.dtype)
+        weight = _check_weight(weight, state.weight.dtype)
 
-        def added(gradient: Array, total: Array) -> Array:
+        def add(gradient: Array, total: Array) -> Array:
             gradient = gradient.astype(total.dtype)
             share = gradient * weight.astype(total.dtype) if gradients_of == "mean" else gradient
+            # selected, since an empty microbatch's gradient is often 0/0, and 0 * NaN is NaN
             return total + jnp.where(weight > 0, share, 0)
 
-        totals = jax.tree.map(added, updates, state.acc_grads)
+        totals = jax.tree.map(add, updates, state.acc_grads)
         weight = state.weight + weight
         k = every_k_steps(state.gradient_step) if callable(every_k_steps) else every_k_steps
         closes = (state.mini_step + 1 >= k) | jnp.asarray(flush)
@@ -152,6 +154,8 @@ def weighted_multi_steps(
             )
             return inner.update(means, inner_opt_state, params, weight=weight, **extra_args)
 
+        # The zeros of a call that does not step must be of the type that the optimizer returns,
+        # which need not be the gradient's: a loop carries one type.
         shapes, _ = jax.eval_shape(step, state.inner_opt_state)
         zeros = jax.tree.map(lambda g, s: mesh.zeros_like(g, s.dtype), updates, shapes)
         new_updates, inner_opt_state = apply_unless(
@@ -168,11 +172,37 @@ def weighted_multi_steps(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _zeros_to_add_to(parameter: Array) -> Array:
+def counts_windows(opt_state: PyTree) -> bool:
+    """Whether the optimizer accumulates over calls, so that a call without weight has its place."""
+    return any(map(_is_window, jax.tree.leaves(opt_state, is_leaf=_is_window)))
+
+
+def _is_window(node: Any) -> bool:
+    return isinstance(node, WeightedMultiStepsState)
+
+
+def window_weight(
+    terms: Mapping[str, WeightedSum], coefficients: Mapping[str, Any] | None
+) -> Array:
+    """What a step weighs in a window of `weighted_multi_steps`: the weight of its one term."""
+    factors = coefficients or {"loss": 1.0}
+    pulling = [name for name in terms if has_gradient(factors[name])]
+    if len(pulling) != 1:
+        raise ValueError(
+            "train step: loss_fn must return one term under weighted_multi_steps, got terms "
+            f"{pulling}. Each has a denominator of its own, which one weight cannot carry: split "
+            "the batch with microbatches= instead."
+        )
+    return terms[pulling[0]].weight
+
+
+def _make_accumulator(parameter: Array) -> Array:
+    # At least float32, since bfloat16 stops adding small gradients; made of the parameter, so that
+    # it lies where the parameter lies and varies over the axes that it varies over.
     return mesh.zeros_like(parameter, jnp.promote_types(jnp.float32, jnp.result_type(parameter)))
 
 
-def _checked_weight(weight: Any, dtype: Any) -> Array:
+def _check_weight(weight: Any, dtype: Any) -> Array:
     if weight is None:
         raise TypeError(
             "weighted_multi_steps: weight must be given to update, got None. Pass the microbatch's "
@@ -190,11 +220,8 @@ def _checked_weight(weight: Any, dtype: Any) -> Array:
             f"weighted_multi_steps: weight must be a number, got {weight!r}. It is the "
             "microbatch's weight over all ranks."
         )
-    if not 0 <= float(weight) < np.inf:
-        raise ValueError(
-            f"weighted_multi_steps: weight must be finite and at least 0, got {weight}. A "
-            "microbatch that is not to count weighs 0."
-        )
+    remedy = "A microbatch that is not to count weighs 0."
+    check_weights("weighted_multi_steps: weight", weight, remedy)
     return jnp.asarray(weight, dtype)
 
 
@@ -205,14 +232,10 @@ def _check_arguments(optimizer: Any, every_k_steps: Any, gradients_of: str) -> N
             f"{type(optimizer).__name__}. Give it, for instance, optax.adamw(1e-3)."
         )
     if not callable(every_k_steps):
-        check_integer(
-            "weighted_multi_steps: every_k_steps",
-            every_k_steps,
-            1,
-            2**31 - 1,
-            "be a number of microbatches, at least 1, or a function of the step count",
-            "1 applies every microbatch by itself.",
-        )
+        rule = "be a number of microbatches, at least 1, or a function of the step count"
+        argument = "weighted_multi_steps: every_k_steps"
+        remedy = "1 applies every microbatch by itself."
+        check_integer(argument, every_k_steps, 1, 2**31 - 1, remedy, rule=rule)
     if gradients_of not in ("mean", "total"):
         raise ValueError(
             f"weighted_multi_steps: gradients_of must be 'mean' or 'total', got "

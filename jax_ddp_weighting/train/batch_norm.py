@@ -76,9 +76,12 @@ class BatchNorm(nn.BatchNorm):
             return super().__call__(x, use_running_average=True)
         features = feature_axes(x, self.axis)
         shape = tuple(x.shape[axis] for axis in features)
+        # From here on flax's own method, which has no place for weights: the same collections,
+        # parameters and dtypes, in the same order, so that checkpoints and seeds carry over.
         kept_dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
         means = self.variable("batch_stats", "mean", jnp.zeros, shape, kept_dtype)
         variances = self.variable("batch_stats", "var", jnp.ones, shape, kept_dtype)
+        # Models are initialised outside of the mapped function, where the axis is not known.
         axis_name = None if self.is_initializing() else self.axis_name
         batch, present = batch_statistics(x, weights, features, self, axis_name)
         running = (means.value, variances.value)
@@ -114,15 +117,15 @@ def batch_statistics(
 ) -> tuple[Statistics, Array]:
     """Mean and variance over all positions of all ranks, and whether any position has weight."""
     dtype = x.dtype if options.dtype is None else options.dtype
-    x = x.astype(jnp.promote_types(dtype, jnp.float32))
+    x = x.astype(jnp.promote_types(dtype, jnp.float32))  # bfloat16 stops adding at 256
     over = tuple(axis for axis in range(x.ndim) if axis not in features)
-    weights = _broadcastable(weights, x, features)
-    floating = jnp.finfo(x.dtype).dtype
+    weights = _expand_weights(weights, x, features)
+    floating = jnp.finfo(x.dtype).dtype  # of complex numbers, that of their parts
     # Counted by row first: integers stay exact up to the one cast, and no count passes 2**31.
     positions = math.prod(x.shape[i] for i in over if weights.shape[i] == 1)
     count = jnp.sum(weights).astype(floating) * float(positions)
     weights = weights.astype(floating)
-    kept = jnp.where(weights != 0, x, jnp.zeros_like(x))
+    kept = jnp.where(weights != 0, x, jnp.zeros_like(x))  # padding may be NaN, and 0 * NaN is NaN
 
     def means_of(*values: Array) -> tuple[list[Array], Array]:
         sums = [jnp.sum(weights * each, axis=over).reshape(-1) for each in values]
@@ -135,11 +138,12 @@ def batch_statistics(
         found = jnp.split(divide(sums[:-1], sums[-1]), len(values))
         return [each.reshape(shape) for each in found], sums[-1].real > 0
 
-    if options.use_fast_variance:
+    if options.use_fast_variance:  # flax's default: E[x^2] - E[x]^2, in one all-reduce
         (mean, square), present = means_of(kept, _square(kept).astype(kept.dtype))
-        var = jnp.maximum(square.real - _square(mean), 0)
-    else:
+        var = jnp.maximum(square.real - _square(mean), 0)  # rounding may leave it below 0
+    else:  # the deviations from a mean that must be known first, in two
         (mean,), present = means_of(kept)
+        # over all positions: those of weight 0 are taken out by their weight
         (var,), _ = means_of(_square(kept - jnp.expand_dims(mean, over)))
     return (mean, var), present
 
@@ -148,7 +152,7 @@ def _square(x: Array) -> Array:
     return (x * jnp.conj(x)).real
 
 
-def _broadcastable(weights: Array | None, x: Array, features: tuple[int, ...]) -> Array:
+def _expand_weights(weights: Array | None, x: Array, features: tuple[int, ...]) -> Array:
     if weights is None:
         return jnp.ones((1,) * x.ndim, jnp.int32)
     weights = lax.stop_gradient(jnp.asarray(weights))
@@ -173,6 +177,7 @@ def update_running(
 ) -> Statistics:
     """The new running averages; the old ones where nothing in the step has weight."""
     new = tuple(
+        # no gradient: what is kept for later steps is no part of this step's loss
         momentum * old + (1 - momentum) * lax.stop_gradient(each)
         for old, each in zip(running, batch, strict=True)
     )

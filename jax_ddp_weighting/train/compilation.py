@@ -27,33 +27,37 @@ def compile_once(
     """
     replicated = meshes.replicated_sharding(mesh)
     rows = meshes.row_sharding(mesh, axis_name)
+    # Two tables, because a step is compiled for where the state lies, but looked up for all that it
+    # is given: a batch of another structure needs a check and a trace, not another function.
     jitted: dict[Any, Step] = {}  # by structure and placement of what is carried
     known: dict[Any, tuple[Step, int]] = {}  # by those of all that a call is given
 
-    @wraps(step)
-    def checked(carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
+    @wraps(step)  # by its name it is found in logs of compilations and profiles
+    def check_and_step(carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
+        # runs when traced only: what has been placed before may still come with other shapes
         check(carried, batch, *rest)
         return step(carried, batch, *rest)
 
     def run(carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten((carried, batch, rest))
         found, count = known.get((structure, _shardings(leaves)), (None, 0))
+        # An array that comes twice shows in no structure, so it is looked for on every call.
         if found is None or len(set(map(id, leaves[:count]))) < count:
             check(carried, batch, *rest)
-            found, carried, batch = placed(carried, batch, rest)
+            found, carried, batch = place(carried, batch, rest)
         return found(carried, batch, *rest)
 
-    def placed(carried: Any, batch: Batch, rest: Any) -> tuple[Step, Any, Batch]:
+    def place(carried: Any, batch: Batch, rest: Any) -> tuple[Step, Any, Batch]:
         batch = place_batch(batch, rows, caller="train step")
         leaves, structure = jax.tree.flatten(carried)
-        leaves = meshes.place(list(map(_strong, _each_once(leaves))), replicated)
+        leaves = meshes.place(list(map(_strengthen_type, _copy_repeated(leaves))), replicated)
         carried, shardings = structure.unflatten(leaves), _shardings(leaves)
         if (structure, shardings) not in jitted:
             # Pinned, so that XLA cannot return it placed otherwise than it came: a second
             # compilation, and for sharded parameters a slow one-off reshuffle.
             placement = structure.unflatten(shardings)
             jitted[structure, shardings] = jax.jit(
-                checked, donate_argnums=0, out_shardings=(placement, None)
+                check_and_step, donate_argnums=0, out_shardings=(placement, None)
             )
         found = jitted[structure, shardings]
         everything, of_all = jax.tree.flatten((carried, batch, rest))
@@ -68,18 +72,18 @@ def _shardings(leaves: list[Any]) -> tuple[Any, ...]:
     return tuple([getattr(leaf, "sharding", None) for leaf in leaves])
 
 
-def _strong(leaf: Any) -> Any:
+def _strengthen_type(leaf: Any) -> Any:
     """The leaf, if its type is weak made as strong as the step returns it: that compiles once."""
     weak = getattr(leaf, "weak_type", False)
     return jax.lax.convert_element_type(leaf, leaf.dtype) if weak else leaf
 
 
-def _each_once(leaves: list[Any]) -> list[Any]:
+def _copy_repeated(leaves: list[Any]) -> list[Any]:
     """The leaves, an array that comes twice copied, since one buffer cannot be donated twice."""
     seen: set[int] = set()
-    once = []
+    distinct = []
     for leaf in leaves:
         again = isinstance(leaf, jax.Array) and id(leaf) in seen
-        once.append(jnp.copy(leaf) if again else leaf)
+        distinct.append(jnp.copy(leaf) if again else leaf)
         seen.add(id(leaf))
-    return once
+    return distinct

@@ -11,11 +11,10 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, PyTree
 
-from jax_ddp_weighting._arguments import check_integer
-from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting._arguments import check_at_least
+from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.accumulation import WeightedMultiStepsState
 from jax_ddp_weighting.weighting.gradient import GlobalLoss, GradientOptions, take_gradient
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
 
@@ -74,14 +73,8 @@ class StepOptions:
                     f"{self.caller}: {name} must be one of {', '.join(allowed)}, got "
                     f"{getattr(self, name)!r}. {allowed[0]!r} is the default."
                 )
-        check_integer(
-            f"{self.caller}: microbatches",
-            self.microbatches,
-            1,
-            2**31 - 1,
-            "be an integer, at least 1",
-            "1 takes each rank's rows whole.",
-        )
+        argument, remedy = f"{self.caller}: microbatches", "1 takes each rank's rows whole."
+        check_at_least(argument, self.microbatches, 1, remedy, kind="an integer, ")
         if self.coefficients is not None and not any(map(has_gradient, self.coefficients.values())):
             raise ValueError(
                 f"{self.caller}: coefficients must have one that is not 0, got "
@@ -171,28 +164,6 @@ def _example_keys(rng: Array, ids: Array) -> Array:
     return jax.vmap(jax.random.fold_in)(high, words[1].astype(jnp.uint32))
 
 
-def counts_windows(opt_state: PyTree) -> bool:
-    """Whether the optimizer accumulates over calls, so that a call without weight has its place."""
-    return any(map(_is_window, jax.tree.leaves(opt_state, is_leaf=_is_window)))
-
-
-def _is_window(node: Any) -> bool:
-    return isinstance(node, WeightedMultiStepsState)
-
-
-def window_weight(report: StepReport, coefficients: Mapping[str, Any] | None) -> Array:
-    """What a step weighs in a window of `weighted_multi_steps`: the weight of its one term."""
-    factors = coefficients or {"loss": 1.0}
-    pulling = [name for name in report.loss.terms if has_gradient(factors[name])]
-    if len(pulling) != 1:
-        raise ValueError(
-            "train step: loss_fn must return one term under weighted_multi_steps, got terms "
-            f"{pulling}. Each has a denominator of its own, which one weight cannot carry: split "
-            "the batch with microbatches= instead."
-        )
-    return report.loss.terms[pulling[0]].weight
-
-
 def check_optimizer_args(tx: Any, extra: Mapping[str, Any]) -> None:
     """Raises `TypeError` if the optimizer would not be given what the step was given for it."""
     if extra and not isinstance(tx, optax.GradientTransformationExtraArgs):
@@ -222,11 +193,7 @@ def check_call(batch: Any, rng: Any, options: StepOptions) -> None:
 
 
 def _check_batch(batch: Any, options: StepOptions) -> None:
-    if not isinstance(batch, Batch):
-        raise TypeError(
-            f"train step: batch must be a Batch, got {type(batch).__name__}. "
-            "Batch.of(data, weights) makes one; batches(plan, ...) yields them."
-        )
+    check_batch("train step: batch must be a Batch", batch, MAKE_OR_READ_BATCHES)
     rows, ranks = batch.weights.shape[0], options.ranks
     if rows % ranks:
         raise ValueError(

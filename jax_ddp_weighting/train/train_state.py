@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.accumulation import apply_unless
+from jax_ddp_weighting.train.accumulation import apply_unless, counts_windows, window_weight
 from jax_ddp_weighting.train.compilation import compile_once
 from jax_ddp_weighting.train.step import (
     StepOptions,
@@ -18,9 +18,7 @@ from jax_ddp_weighting.train.step import (
     check_call,
     check_optimizer_args,
     check_takes,
-    counts_windows,
     global_step,
-    window_weight,
 )
 from jax_ddp_weighting.weighting.loss_terms import LossFn
 
@@ -117,7 +115,7 @@ def make_train_step(
         report, gradients, collections = gradient(state.params, collections, batch, rng)
         windows = counts_windows(state.opt_state)
         if windows:
-            extra = {"weight": window_weight(report, coefficients), **extra}
+            extra = {"weight": window_weight(report.loss.terms, coefficients), **extra}
 
         def applied(state: Any) -> Any:
             return _applied(state, gradients, collections, extra)

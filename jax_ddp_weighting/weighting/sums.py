@@ -201,7 +201,9 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
             f"valid_labels: labels must be integers, got {labels.dtype}. One-hot or soft labels "
             "have no ignore_index: give their weights to weighted_sum directly."
         )
-    check_integer("valid_labels: ignore_index", ignore_index, -(2**63), 2**63 - 1, "be an integer")
+    check_integer(
+        "valid_labels: ignore_index", ignore_index, -(2**63), 2**63 - 1, rule="be an integer"
+    )
     held = jnp.iinfo(labels.dtype)
     if held.min <= ignore_index <= held.max:
         valid = labels != ignore_index

@@ -12,7 +12,7 @@ import pytest
 from jax_ddp_weighting import EpochPlan
 from jax_ddp_weighting.cli import app as cli
 from jax_ddp_weighting.cli.report.figures import as_png, draw
-from jax_ddp_weighting.cli.report.findings import CHOICES, OURS, counted_by, find, measure
+from jax_ddp_weighting.cli.report.findings import CHOICES, OURS, count_by, find, measure
 from jax_ddp_weighting.cli.report.page import page
 from jax_ddp_weighting.testing.conventions import probes
 
@@ -66,13 +66,13 @@ def test_ours_counts_every_slot_as_its_weight_once(microbatches):
     for weights in probes(2, microbatches).values():
         right = weights / weights.sum()
         np.testing.assert_allclose(measure(weights), right, rtol=1e-6)
-        assert np.abs(counted_by("mean_of_means", weights) - right).max() > 0.01 * right.max()
+        assert np.abs(count_by("mean_of_means", weights) - right).max() > 0.01 * right.max()
 
 
 def test_every_choice_counts_something():
     weights = probes(2, 2)["weights are fractions"]
     for convention in CHOICES:
-        assert counted_by(convention, weights).shape == weights.shape
+        assert count_by(convention, weights).shape == weights.shape
 
 
 def test_errors_of_naive_conventions_grow_and_ours_stay_at_rounding():

@@ -446,3 +446,60 @@ def test_complex_gradients_are_compared_whole():
     (other,) = compare({"params": right["params"].real.astype(complex)}, right, **options)
     assert same.equal
     assert not other.equal
+
+
+# --- chex's stand-in for pmap ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_ranks_faked_by_chex_have_one_devices_gradients(microbatches):
+    report = check_gradients(
+        loss_fn,
+        network_params(),
+        batch_of(np.arange(11)),
+        [(3, 1) + (1,) * 7],  # nine ranks, more than there are devices
+        engines=["fake_pmap"],
+        microbatches=microbatches,
+        float64=True,
+    )
+    assert {each.engine for each in report.differences} == {"fake_pmap"}
+    assert len(report.differences) == 5
+    assert jax.pmap.__module__.startswith("jax")  # what was patched is put back
+
+
+def right_on_the_first_rank_alone(loss_fn, **options):
+    ours = value_and_grad(loss_fn, **options)
+
+    def fn(params, batch):
+        loss, grads = ours(params, batch)
+        wrong = 1.0 + lax.axis_index("data")
+        return loss, jax.tree.map(lambda g: g * wrong, grads)
+
+    return fn
+
+
+def test_a_gradient_that_differs_from_rank_to_rank_is_seen_by_the_fake_alone():
+    arguments = (loss_fn, network_params(), batch_of(np.arange(4)), [(3, 1)])
+    options = {"gradient": right_on_the_first_rank_alone}
+    check_gradients(*arguments, engines=["pmap"], **options)  # which hands out the first rank's
+    with pytest.raises(ParityError, match=r"4 of 5 gradient leaves differ .* ratio 2.000"):
+        check_gradients(*arguments, engines=["fake_pmap"], **options)
+
+
+def test_the_mean_of_local_means_fails_under_the_fake_too():
+    def local_mean(loss_fn, **_):
+        def fn(params, batch):  # as pmap code has it: nothing to make varying
+            value, grads = jax.value_and_grad(lambda p: loss_fn(p, batch).mean())(params)
+            return GlobalLoss(lax.pmean(value, "data"), {}), lax.pmean(grads, "data")
+
+        return fn
+
+    with pytest.raises(ParityError, match="5 of 5 gradient leaves differ"):
+        check_gradients(
+            loss_fn,
+            network_params(),
+            batch_of(np.arange(4)),
+            [(3, 1)],
+            engines=["fake_pmap"],
+            gradient=local_mean,
+        )

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
-from jaxtyping import Array, Float64, Int64
+from jaxtyping import Array, Float, Float64, Int64
 
 from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting.cli.epoch_audits import RANKS, AuditedEpoch, audit_epochs
-from jax_ddp_weighting.cli.plan_summary import as_json, describe_plan
+from jax_ddp_weighting.cli.plan_summary import audit_as_dict, describe_plan
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import over_ranks
 from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
@@ -89,7 +90,7 @@ class Findings:
         return {
             "exactly_once": self.exactly_once,
             "plan": describe_plan(self.plan),
-            "epochs": [as_json(each.audit) for each in self.audited],
+            "epochs": [audit_as_dict(each.audit) for each in self.audited],
             "times_seen": {str(times): ids for times, ids in self.times_seen.items()},
             "convention": self.convention,
             "step": self.looked_at.step,
@@ -124,11 +125,11 @@ def find(
         ValueError: the plan is too large for pictures, has no steps, or a choice is unknown.
 
     Example:
-        >>> findings = found(EpochPlan(47, 3, 8, tail="repeat"), 2, "mean_of_means")
+        >>> findings = find(EpochPlan(47, 3, 8, tail="repeat"), 2, "mean_of_means")
         >>> findings.times_seen, int(findings.copies.sum())
         ({2: 45, 3: 2}, 1)
     """
-    _check(plan, epochs, convention, microbatches, example_weights)
+    _check_choices(plan, epochs, convention, microbatches, example_weights)
     audited = audit_epochs(plan, epochs, advance=advance)
     seen = np.zeros(plan.num_examples, np.int64)
     met = np.zeros(plan.num_examples, bool)
@@ -141,10 +142,10 @@ def find(
             np.add.at(seen, slots.ids[counts], 1)
             if epoch == 0:
                 accepted[:, step] = counts.sum(axis=1)
-                copies[:, step] = _copies(slots.ids, counts, met)
+                copies[:, step] = _count_copies(slots.ids, counts, met)
             advance(slots.ids.size)
     last = plan.batch(0, plan.steps_per_epoch - 1)
-    if not _laid_out(last, 1, example_weights).any():
+    if not _lay_out(last, 1, example_weights).any():
         raise ValueError(
             "report: the last step of epoch 0 must weigh something, got example weights of 0 alone."
             " Give the examples that count a weight above 0."
@@ -152,29 +153,29 @@ def find(
     numbers = sorted({1, microbatches, *(2**k for k in range(5) if 2**k <= plan.batch_size)})
     errors: dict[str, list[float]] = {}
     for number in numbers:
-        weights = _laid_out(last, number, example_weights)
+        weights = _lay_out(last, number, example_weights)
         right = weights / weights.sum()
-        errors.setdefault(OURS, []).append(_error(measure(weights), right))
+        errors.setdefault(OURS, []).append(_relative_error(measure(weights), right))
         for name in dict.fromkeys((convention, *COMPARED)):
-            errors.setdefault(name, []).append(_error(counted_by(name, weights), right))
-    weights = _laid_out(last, microbatches, example_weights)
+            errors.setdefault(name, []).append(_relative_error(count_by(name, weights), right))
+    weights = _lay_out(last, microbatches, example_weights)
     looked_at = StepWeights(
         plan.steps_per_epoch - 1,
         weights,
-        counted_by(convention, weights) * weights.sum(),
+        count_by(convention, weights) * weights.sum(),
         measure(weights) * weights.sum(),
     )
     return Findings(plan, audited, seen, accepted, copies, convention, looked_at, numbers, errors)
 
 
-def counted_by(
+def count_by(
     convention: str, weights: Float64[np.ndarray, "ranks microbatches rows"]
 ) -> Float64[np.ndarray, "ranks microbatches rows"]:
     """What each slot counts by a convention, named as a diagnosis names it.
 
     Example:
         >>> weights = np.array([[[1.0, 0.0]], [[1.0, 1.0]]])
-        >>> counted_by("mean_of_means", weights).tolist()
+        >>> count_by("mean_of_means", weights).tolist()
         [[[0.5, 0.0]], [[0.25, 0.25]]]
     """
     ranks, microbatches, _ = weights.shape
@@ -190,28 +191,33 @@ def measure(
     Every slot has a parameter of its own, which is its loss: its gradient is what it counts.
 
     Example:
-        >>> measured(np.array([[[1.0, 0.0]], [[1.0, 1.0]]])).round(6).tolist()
+        >>> measure(np.array([[[1.0, 0.0]], [[1.0, 1.0]]])).round(6).tolist()
         [[[0.333333, 0.0]], [[0.333333, 0.333333]]]
     """
     ranks, microbatches, rows = weights.shape
-
-    def loss_fn(params: Array, batch: Batch) -> WeightedSum:
-        return weighted_sum(params[batch.data], batch.weights)
-
     # row j of a rank belongs to microbatch j % microbatches
-    flat = weights.swapaxes(1, 2).reshape(-1)
-    batch = Batch.of(np.arange(flat.size), weights=flat.astype(np.float32))
-    gradient = value_and_grad(loss_fn, axis_name="data", microbatches=microbatches)
-    mapped = over_ranks(gradient, AbstractMesh((ranks,), ("data",)), engine="vmap")
-    _, counts = jax.jit(mapped)(jnp.zeros(flat.size), batch)
+    flat = weights.swapaxes(1, 2).reshape(-1).astype(np.float32)
+    counts = _differentiate(flat, ranks, microbatches)
     return np.asarray(counts, float).reshape(ranks, rows, microbatches).swapaxes(1, 2)
 
 
-def _error(counted: np.ndarray, right: np.ndarray) -> float:
+# compiled once for all steps of one shape, where a function made in `measure` would be each time
+@partial(jax.jit, static_argnames=("ranks", "microbatches"))
+def _differentiate(weights: Float[Array, " slots"], ranks: int, microbatches: int) -> Array:
+    def loss_fn(params: Array, batch: Batch) -> WeightedSum:
+        return weighted_sum(params[batch.data], batch.weights)
+
+    gradient = value_and_grad(loss_fn, axis_name="data", microbatches=microbatches)
+    mapped = over_ranks(gradient, AbstractMesh((ranks,), ("data",)), engine="vmap")
+    slots = jnp.arange(weights.size)
+    return mapped(jnp.zeros(weights.size), Batch.of(slots, weights=weights))[1]
+
+
+def _relative_error(counted: np.ndarray, right: np.ndarray) -> float:
     return float(np.linalg.norm(counted - right) / np.linalg.norm(right))
 
 
-def _laid_out(slots: Slots, microbatches: int, example_weights: np.ndarray | None) -> np.ndarray:
+def _lay_out(slots: Slots, microbatches: int, example_weights: np.ndarray | None) -> np.ndarray:
     """A step's weights as `[ranks, microbatches, rows]`, filled up where they do not divide."""
     weights = slots.weights.astype(float)
     if example_weights is not None:
@@ -222,7 +228,7 @@ def _laid_out(slots: Slots, microbatches: int, example_weights: np.ndarray | Non
     return weights.reshape(ranks, rows, microbatches).swapaxes(1, 2)
 
 
-def _copies(ids: np.ndarray, counts: np.ndarray, met: np.ndarray) -> np.ndarray:
+def _count_copies(ids: np.ndarray, counts: np.ndarray, met: np.ndarray) -> np.ndarray:
     """Each rank's accepted rows of a step whose id was met before; those of the step are met then.
 
     Args:
@@ -239,16 +245,12 @@ def _copies(ids: np.ndarray, counts: np.ndarray, met: np.ndarray) -> np.ndarray:
     return copies
 
 
-def _check(
-    plan: EpochPlan,
-    epochs: int,
-    convention: str,
-    microbatches: int,
-    example_weights: Any,
+def _check_choices(
+    plan: EpochPlan, epochs: int, convention: str, microbatches: int, example_weights: Any
 ) -> None:
-    check_integer("report: epochs", epochs, 1, 10_000, "be an integer in [1, 10000]")
-    rule, remedy = f"be an integer in [1, {plan.batch_size}]", "A microbatch has at least one row."
-    check_integer("report: microbatches", microbatches, 1, plan.batch_size, rule, remedy)
+    check_integer("report: epochs", epochs, 1, 10_000)
+    remedy = "A microbatch has at least one row."
+    check_integer("report: microbatches", microbatches, 1, plan.batch_size, remedy)
     if convention not in CHOICES:
         raise ValueError(
             f"report: convention must be one of {', '.join(CHOICES)}, got {convention!r}."
@@ -289,7 +291,7 @@ def _check(
         )
 
 
-def groups(looked_at: StepWeights) -> list[tuple[Any, ...]]:
+def sum_microbatches(looked_at: StepWeights) -> list[tuple[Any, ...]]:
     """Rank, microbatch, accepted rows, and what they should count, do count, and count with us."""
     sums = [each.sum(axis=2) for each in (looked_at.weights, looked_at.counted, looked_at.ours)]
     rows = (looked_at.weights > 0).sum(axis=2)

@@ -6,9 +6,14 @@ from html import escape
 from typing import Any
 
 from jax_ddp_weighting._version import __version__
-from jax_ddp_weighting.cli.report.findings import Findings, groups
+from jax_ddp_weighting.cli.report.findings import Findings, sum_microbatches
 
 _GROUPS = 16  # rows of a long table
+_EPOCH = {
+    **{"epoch": "epoch", "slots": "slots", "accepted": "accepted", "unique": "unique"},
+    **{"num_duplicated": "twice+", "num_omitted": "never"},
+}
+_NEW_ORDER = {None: "first", True: "yes", False: "no"}
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a202c; background: #fff;
@@ -36,7 +41,7 @@ def page(findings: Findings, pictures: Mapping[str, bytes], command: str) -> str
 
     Args:
         findings: what to tell.
-        pictures: PNG files by name, as `figures.drawn` names them.
+        pictures: PNG files by name, as `figures.draw` names them.
         command: what made the report, to be shown at its end.
 
     Returns:
@@ -48,8 +53,8 @@ def page(findings: Findings, pictures: Mapping[str, bytes], command: str) -> str
         f"<h1>{title}</h1>",
         f"<p>{plan.batch_size:,} rows per rank and step, {plan.steps_per_epoch:,} steps an epoch,"
         f" tail <code>{plan.tail}</code>, order <code>{_order(plan)}</code>, seed {plan.seed}.</p>",
-        *_read(findings, pictures),
-        *_counted(findings, pictures),
+        *_tell_who_read_what(findings, pictures),
+        *_tell_what_counted(findings, pictures),
         f"<footer>Made by jax_ddp_weighting {__version__}: <code>{escape(command)}</code></footer>",
     ]
     return "\n".join(
@@ -69,7 +74,7 @@ def _order(plan: Any) -> str:
     return escape(str(plan.order))
 
 
-def _read(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
+def _tell_who_read_what(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
     epochs = len(findings.audited)
     if findings.exactly_once:
         verdict = _verdict(True, f"Every id counted exactly once in each of {epochs} epochs.")
@@ -85,23 +90,13 @@ def _read(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
         "<h2>Who read what</h2>",
         verdict,
         _picture(
-            pictures,
-            "who-read-what",
-            "Rows that count, of each rank in each step of epoch 0.",
+            pictures, "who-read-what", "Rows that count, of each rank in each step of epoch 0."
         ),
         _table(
             "Each epoch, slot by slot",
-            ["epoch", "slots", "accepted", "unique", "twice+", "never", "new order"],
+            [*_EPOCH.values(), "new order"],
             [
-                [
-                    each.audit.epoch,
-                    each.audit.slots,
-                    each.audit.accepted,
-                    each.audit.unique,
-                    each.audit.num_duplicated,
-                    each.audit.num_omitted,
-                    {None: "first", True: "yes", False: "no"}[each.new_order],
-                ]
+                [*(getattr(each.audit, name) for name in _EPOCH), _NEW_ORDER[each.new_order]]
                 for each in findings.audited[:_GROUPS]
             ],
         ),
@@ -111,7 +106,7 @@ def _read(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
     ]
 
 
-def _counted(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
+def _tell_what_counted(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
     looked_at, convention = findings.looked_at, findings.convention
     ranks, microbatches, _ = looked_at.weights.shape
     off = abs(looked_at.counted - looked_at.weights)
@@ -133,7 +128,7 @@ def _counted(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
             f"Here <code>{convention}</code> counts right ({where}). It may not where microbatches"
             " differ in weight, as with <code>--example-weights</code>.",
         )
-    rows = list(groups(looked_at))
+    rows = list(sum_microbatches(looked_at))
     return [
         "<h2>How much each example counted</h2>",
         verdict,
@@ -182,7 +177,7 @@ def _picture(pictures: Mapping[str, bytes], name: str, caption: str) -> str:
 def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "\n".join(
-        "<tr>" + "".join(f"<td>{escape(_shown(value))}</td>" for value in row) + "</tr>"
+        "<tr>" + "".join(f"<td>{escape(_format_value(value))}</td>" for value in row) + "</tr>"
         for row in rows
     )
     return (
@@ -191,7 +186,7 @@ def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) 
     )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

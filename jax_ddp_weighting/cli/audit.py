@@ -1,72 +1,44 @@
-"""The commands `plan` and `audit`: what is read. They never import JAX."""
+"""The command `audit`: which ids were read, by a run or by a plan. It never imports JAX."""
 
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from jax_ddp_weighting.cli import id_files as idfiles
-from jax_ddp_weighting.cli.console import (
-    print_audits,
-    print_files,
-    print_json,
-    print_plan,
-    progress_bar,
-)
+from jax_ddp_weighting.cli.console import print_json, print_line, print_table, progress_bar
 from jax_ddp_weighting.cli.epoch_audits import AuditedEpoch, audit_epochs
+from jax_ddp_weighting.cli.id_files import read_ranks
 from jax_ddp_weighting.cli.options import (
     NUMBER,
+    OF_A_PLAN,
     RIGHT,
     WRONG,
-    BatchSize,
     Json,
     NumExamples,
-    NumReplicas,
     OrderOption,
     Seed,
     Shuffle,
     TailOption,
-    given,
+    find_given,
+    plan_of,
 )
-from jax_ddp_weighting.cli.plan_summary import as_json, describe_plan, summarise
-from jax_ddp_weighting.sampling.audit import EpochAudit, audit_ids
+from jax_ddp_weighting.cli.plan_summary import audit_as_dict, describe_plan
+from jax_ddp_weighting.sampling.audit import CoverageError, EpochAudit, audit_ids
 from jax_ddp_weighting.sampling.plan import EpochPlan
 
-_OF_FILES = ("column", "weight_column", "weights")
-_OF_A_PLAN = (
-    *("num_replicas", "batch_size", "tail", "order", "seed", "shuffle"),
-    *("epochs", "closed_form"),
-)
-
-
-def plan(
-    num_examples: NumExamples,
-    num_replicas: NumReplicas,
-    batch_size: BatchSize,
-    tail: TailOption = "mask",
-    order: OrderOption = "keyed",
-    seed: Seed = 0,
-    shuffle: Shuffle = True,
-    epoch: Annotated[int, typer.Option(help="The epoch whose first ids are shown.", **NUMBER)] = 0,
-    json: Json = False,
-) -> int:
-    """Who reads what: steps, tails, accepted slots, each rank's share, and what it costs."""
-    chosen = EpochPlan(
-        num_examples,
-        num_replicas,
-        batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        tail=tail,
-        order=order,
-    )
-    summary = summarise(chosen, epoch)
-    if json:
-        print_json({**asdict(summary), "plan": describe_plan(chosen)})
-    else:
-        print_plan(summary)
-    return RIGHT
+_SHOWN = 3  # wrong epochs of which it is told what is wrong
+_COLUMNS = {
+    "epoch": "epoch",
+    "slots": "slots",
+    "accepted": "accepted",
+    "unique": "unique",
+    "num_duplicated": "twice+",
+    "num_omitted": "never",
+    "num_out_of_range": "stray",
+    "new_order": "new order",
+    "exactly_once": "right",
+}
 
 
 def audit(
@@ -109,7 +81,8 @@ def audit(
 ) -> int:
     """Which ids were read once, twice or never: by a run that wrote them down, or by a plan."""
     if files:
-        if of_a_plan := given(context, _OF_A_PLAN):
+        # of a plan's options, files need the number of examples too
+        if of_a_plan := find_given(context, (*OF_A_PLAN[1:], "epochs", "closed_form")):
             raise ValueError(
                 f"audit: give files of ids, or a plan, got files and {', '.join(of_a_plan)}."
                 " Files say themselves which rank read what."
@@ -120,21 +93,12 @@ def audit(
             "audit: give files of ids, one per rank, or --num-replicas and --batch-size of a plan,"
             " got neither. For instance: audit -n 50000 rank0.txt rank1.txt"
         )
-    if of_files := given(context, _OF_FILES):
+    if of_files := find_given(context, ("column", "weight_column", "weights")):
         raise ValueError(
             f"audit: {', '.join(of_files)} must come with files of ids, got none. Name the files of"
             " ids, or leave the option out to audit a plan."
         )
-    audited = EpochPlan(
-        num_examples,
-        num_replicas,
-        batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        tail=tail,
-        order=order,
-    )
-    return _audit_plan(audited, epochs, closed_form, json)
+    return _audit_plan(plan_of(context), epochs, closed_form, json)
 
 
 def _audit_files(
@@ -146,7 +110,7 @@ def _audit_files(
     json: bool,
 ) -> int:
     with progress_bar("reading", len(files)) as advance:
-        ids, weights = idfiles.read_ranks(
+        ids, weights = read_ranks(
             files,
             column=column,
             weight_files=weight_files,
@@ -155,10 +119,12 @@ def _audit_files(
         )
     found = audit_ids(ids, num_examples, weights=weights)
     if json:
-        print_json(as_json(found) | {"files": [str(path) for path in files]})
+        print_json(audit_as_dict(found) | {"files": [str(path) for path in files]})
     else:
-        print_files(files, ids, found)
-        print_audits([AuditedEpoch(found)], _hint(found, weights is not None))
+        ranks = zip(files, ids, found.per_rank, strict=True)
+        rows = [[rank, path.name, len(read), n] for rank, (path, read, n) in enumerate(ranks)]
+        print_table("Ranks", ["rank", "file", "slots", "accepted"], rows)
+        _print_audits([AuditedEpoch(found)], _hint(found, weights is not None))
     return RIGHT if found.exactly_once else WRONG
 
 
@@ -174,17 +140,38 @@ def _hint(found: EpochAudit, weighted: bool) -> str:
 
 
 def _audit_plan(plan: EpochPlan, epochs: int, closed_form: bool, json: bool) -> int:
-    with progress_bar(
-        "walking every slot", epochs * plan.num_samples * plan.num_replicas
-    ) as advance:
+    slots = epochs * plan.num_samples * plan.num_replicas
+    with progress_bar("walking every slot", slots) as advance:
         audited = audit_epochs(plan, epochs, closed_form=closed_form, advance=advance)
     right = all(each.audit.exactly_once for each in audited)
     if json:
         found = [
-            as_json(each.audit) | {"order": each.order, "new_order": each.new_order}
+            audit_as_dict(each.audit) | {"order": each.order, "new_order": each.new_order}
             for each in audited
         ]
         print_json({"exactly_once": right, "plan": describe_plan(plan), "epochs": found})
     else:
-        print_audits(audited)
+        _print_audits(audited)
     return RIGHT if right else WRONG
+
+
+def _print_audits(audited: Sequence[AuditedEpoch], hint: str = "") -> None:
+    """The epochs, what is wrong in the first of those that are, and a hint."""
+    audits = [each.audit for each in audited]
+
+    def value(each: AuditedEpoch, name: str) -> Any:
+        return each.new_order if name == "new_order" else getattr(each.audit, name)
+
+    print_table(
+        f"Every one of {audits[0].num_examples:,} ids exactly once?",
+        list(_COLUMNS.values()),
+        [[value(each, name) for name in _COLUMNS] for each in audited],
+    )
+    wrong = [audit for audit in audits if not audit.exactly_once]
+    for audit in wrong[:_SHOWN]:
+        try:
+            audit.check_exactly_once()
+        except CoverageError as error:  # its text is what is wanted: the verdict is in the table
+            print_line(f"{error}{hint}")
+    if len(wrong) > _SHOWN:
+        print_line(f"and {len(wrong) - _SHOWN} epochs more")

@@ -1,0 +1,39 @@
+"""The names, the functions behind them, and the probes that tell them apart."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from reductions import CASES, KNOWN
+
+from jax_ddp_weighting.testing.conventions import candidates, probes
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("key", KNOWN)
+def test_the_reductions_are_those_of_the_recorded_cases(key, case):
+    recorded = CASES[case]["values"]
+    totals = [[Fraction(each) for each in rank] for rank in recorded["sums"]]
+    weights = [[Fraction(each) for each in rank] for rank in recorded["counts"]]
+    assert KNOWN[key][2](totals, weights) == Fraction(recorded[key])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
+def test_candidates_of_different_names_are_equal_or_far_apart(ranks, microbatches):
+    # so that a tolerance of 1e-5 leaves no doubt
+    laid_out = list(probes(ranks, microbatches).values())
+    found = candidates(ranks, microbatches)
+    seen = np.array(
+        [
+            np.concatenate([(each.factor * each.scheme.counted(w)).reshape(-1) for w in laid_out])
+            for each in found
+        ]
+    )
+    seen = seen.reshape(len(found), len(laid_out), -1)
+    sizes = np.abs(seen).max(axis=-1)[None]
+    gaps = np.abs(seen[:, None] - seen[None]).max(axis=-1) / np.where(sizes, sizes, 1.0)
+    gaps = gaps.max(axis=-1)
+    names = np.array([each.convention for each in found])
+    gaps = gaps[names[:, None] != names[None]]
+    assert gaps[gaps > 1e-9].min(initial=1.0) > 0.05

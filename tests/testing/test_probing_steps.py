@@ -1,0 +1,145 @@
+"""A whole step on its own model and batch, named by what its rows counted."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from reductions import KNOWN, rank_token_mean, right
+
+from jax_ddp_weighting import Batch, data_mesh, diagnose_step, make_train_step, weighted_sum
+
+ROWS = np.random.default_rng(5).normal(size=(12, 40)).astype(np.float32)
+
+ROW_WEIGHTS = np.array([1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0])
+
+MODEL = {"w": np.linspace(-1, 1, 40, dtype=np.float32), "b": np.float32(0.3)}
+
+
+def loss_of_example(params, x):
+    return jnp.tanh((x @ params["w"]) / 8 + params["b"])
+
+
+def sgd_step(reduction, *, ranks, microbatches=1, learning_rate=1.0):
+    """Somebody's step: each rank's microbatches are runs of its rows."""
+
+    def step(params, batch):
+        def totals(params):
+            losses = jax.vmap(loss_of_example, (None, 0))(params, batch.data)
+            return (losses * batch.weights).reshape(ranks, microbatches, -1).sum(axis=-1)
+
+        own = jax.jacrev(totals)(params)
+        held = batch.weights.reshape(ranks, microbatches, -1).sum(axis=-1).tolist()
+        gradient = jax.tree.map(lambda leaf: reduction(list(leaf), held), own)
+        return jax.tree.map(lambda p, g: p - learning_rate * g, params, gradient)
+
+    return step
+
+
+def diagnosed(step, weights=ROW_WEIGHTS, **options):
+    options = {"ranks": 2, "learning_rate": 1.0, "loss_of_example": loss_of_example} | options
+    return diagnose_step(step, MODEL, Batch.of(ROWS, weights), **options)
+
+
+@pytest.mark.parametrize("key", KNOWN)
+def test_a_black_box_step_is_named_by_what_its_rows_counted(key):
+    name, factor, reduction = KNOWN[key]
+    weights = np.array([1, 1, 0, 0, 0.25, 0, 3, 1, 2, 0, 1, 0.5])
+    found = diagnosed(sgd_step(reduction, ranks=2, microbatches=3), weights, microbatches=3)
+    assert (found.convention, found.factor) == (name, pytest.approx(factor(2, 3)))
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(6)(x)))[..., 0]
+
+
+def test_our_own_step_is_right_as_a_black_box_in_a_train_state():
+    network = Network()
+    params = network.init(jax.random.key(0), ROWS[:1, :8])
+
+    def loss_fn(params, batch):
+        return weighted_sum(network.apply(params, batch.data) ** 2, batch.weights)
+
+    train_step = make_train_step(loss_fn, data_mesh(4))
+
+    def step(params, batch):
+        fresh = jax.tree.map(jnp.copy, params)  # the step takes its state's arrays away
+        state = TrainState.create(apply_fn=None, params=fresh, tx=optax.sgd(1.0))
+        return train_step(state, batch)[0].params
+
+    found = diagnose_step(
+        step,
+        params,
+        Batch.of(ROWS[:, :8], ROW_WEIGHTS),
+        loss_of_example=lambda params, x: network.apply(params, x[None])[0] ** 2,
+        ranks=4,
+        learning_rate=1.0,
+    )
+    assert (found.convention, found.factor) == ("global_mean", 1.0)
+    np.testing.assert_allclose(found.counted.reshape(-1), ROW_WEIGHTS / 7, atol=1e-4)
+
+
+def test_a_gradient_hook_serves_as_well_as_sgd():
+    def hook(params, batch):
+        after = sgd_step(rank_token_mean, ranks=2)(params, batch)
+        return jax.tree.map(lambda p, q: p - q, params, after)
+
+    found = diagnosed(hook, learning_rate=None)
+    assert found.convention == "mean_of_means"
+    np.testing.assert_allclose(found.counted[0, 0, :5], 1 / 10, atol=1e-5)
+    np.testing.assert_allclose(found.counted[1, 0, :2], 1 / 4, atol=1e-5)
+    np.testing.assert_allclose(found.counted[1, 0, 2:], 0, atol=1e-5)
+
+
+def test_rows_are_placed_as_told():
+    interleaved = np.arange(12) % 2
+    found = diagnosed(sgd_step(right, ranks=2), ranks=interleaved, microbatches=np.zeros(12, int))
+    assert found.convention == "global_mean"
+    np.testing.assert_array_equal(found.weights[1, 0], ROW_WEIGHTS[1::2])
+    found = diagnosed(sgd_step(rank_token_mean, ranks=2), ranks=interleaved)
+    assert found.convention == "unknown"  # its ranks are runs of rows
+
+
+def test_an_even_batch_cannot_tell_and_says_so():
+    found = diagnosed(sgd_step(right, ranks=2), np.ones(12, int))
+    assert found.convention == "unknown"
+    assert found.words == "what this batch is too even to tell"
+    assert {"global_mean", "mean_of_means", "padding_counted"} <= set(found.alternatives)
+    assert "unequal weights" in found.advice
+
+
+def test_a_step_that_does_nothing_ignores_its_batch():
+    found = diagnosed(lambda params, batch: params)
+    assert (found.convention, found.words) == ("unknown", "a gradient of 0: it ignores its batch")
+
+
+def test_a_step_of_another_optimizer_is_refused():
+    def adam_like(params, batch):
+        after = sgd_step(right, ranks=2)(params, batch)
+        return jax.tree.map(lambda p, q: p - 0.1 * jnp.sign(p - q), params, after)
+
+    with pytest.raises(ValueError, match="Something else is in it: a regulariser, momentum"):
+        diagnosed(adam_like)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 5}, r"ranks must divide the rows \[12\] into equal runs, got 5"),
+        ({"microbatches": 4}, r"microbatches must divide the rows \[6, 6\] into equal runs, got 4"),
+        ({"ranks": [0, 1]}, r"ranks must be one integer of at least 0 per row, got \[0, 1\]"),
+        ({"ranks": [-1] * 12}, "ranks must be one integer of at least 0 per row"),
+    ],
+)
+def test_rows_that_cannot_be_placed_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        diagnosed(sgd_step(right, ranks=2), **options)
+
+
+def test_a_step_on_bare_arrays_is_refused():
+    with pytest.raises(TypeError, match="diagnose_step: batch must be a Batch, got ndarray"):
+        diagnose_step(sgd_step(right, ranks=2), MODEL, ROWS, loss_of_example=None, ranks=2)
