@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.train.accumulation import apply_unless, counts_windows, window_weight
 from jax_ddp_weighting.train.compilation import compile_once
@@ -61,7 +62,8 @@ def make_nnx_train_step(
         A function that compiles once for a run, short last steps included, and as often as the
         model's structure changes, as by `model.eval()`. It places the model and the optimizer on
         the mesh if they are elsewhere. Arrays that they held before are donated: read them from the
-        model. Further keyword arguments go to the optimizer's `update`; an optimizer made by
+        model. `replicated=` is a pytree of what is no row, as in `make_train_step`. Further keyword
+        arguments go to the optimizer's `update`; an optimizer made by
         `weighted_multi_steps` is given the step's weight by itself.
 
     Raises:
@@ -90,13 +92,13 @@ def make_nnx_train_step(
     )
 
     def step(
-        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]
+        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
     ) -> tuple[Any, StepReport]:
         model_def, params, keys, rest, optimizer = carried
         windows = counts_windows(optimizer.opt_state)
         loss = _of_model(loss_fn, model_def, optimizer.wrt, options)
         state = {"streams": keys, "variables": rest}
-        report, gradients, state = global_step(loss, options)(params, state, batch, rng)
+        report, gradients, state = global_step(loss, options)(params, state, batch, rng, replicated)
         if windows:
             extra = {"weight": window_weight(report.loss.terms, coefficients), **extra}
 
@@ -112,7 +114,10 @@ def make_nnx_train_step(
         params, optimizer = trained
         return (model_def, params, keys, state["variables"], optimizer), report
 
-    def check(carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]) -> None:
+    def check(
+        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
+    ) -> None:
+        del replicated  # anything that a loss function may be given
         *_, optimizer = carried
         check_call(batch, rng, options)
         check_optimizer_args(optimizer.tx, extra)
@@ -124,12 +129,15 @@ def make_nnx_train_step(
         optimizer: nnx.Optimizer,
         batch: Batch,
         rng: Array | None = None,
+        *,
+        replicated: PyTree = None,
         **optimizer_args: Any,
     ) -> StepReport:
         _check_pair(model, optimizer)
         model_def, *states = nnx.split(model, optimizer.wrt, nnx.RngKey, ...)
         carried = (model_def, *states, optimizer)
-        (_, *states, updated), report = run(carried, batch, rng, optimizer_args)
+        replicated = meshes.place(replicated, meshes.replicated_sharding(options.mesh))
+        (_, *states, updated), report = run(carried, batch, rng, optimizer_args, replicated)
         nnx.update(model, *states)
         # An optimizer shares nothing, so that it is a plain pytree, much faster than nnx.update.
         for old, new in zip(_variables(optimizer), _variables(updated), strict=True):
@@ -145,15 +153,17 @@ def _of_model(
     """The loss as a function of the model's parameters, with the rest of the model as its state."""
     axis_name, per_example = options.mapped_axis, options.rng_per == "example"
 
-    def of_model(params: PyTree, batch: Batch, *rng: Array, state: PyTree) -> tuple[Any, PyTree]:
+    def of_model(
+        params: PyTree, batch: Batch, *rng: Array, state: PyTree, **given: Any
+    ) -> tuple[Any, PyTree]:
         arguments = "model, batch, rng" if rng else "model, batch"
-        check_takes(options.caller, loss_fn, arguments, 2 + len(rng))
+        check_takes(options.caller, loss_fn, arguments, 2 + len(rng), given)
         keys = state["streams"]
         if axis_name is not None and not per_example:
             rank = jax.lax.axis_index(axis_name)
             keys = jax.tree.map(lambda key: _folded(key, rank), keys)
         model = nnx.merge(model_def, params, keys, state["variables"], copy=True)
-        sums = loss_fn(model, batch, *rng)
+        sums = loss_fn(model, batch, *rng, **given)
         new_def, _, _, variables = nnx.split(model, wrt, nnx.RngKey, ...)
         if new_def != model_def:
             raise ValueError(

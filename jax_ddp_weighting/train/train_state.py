@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.train.accumulation import apply_unless, counts_windows, window_weight
 from jax_ddp_weighting.train.compilation import compile_once
@@ -70,7 +71,10 @@ def make_train_step(
     Returns:
         A function that compiles once for a run, short last steps included. It places the state and
         the batch on the mesh if they are elsewhere, and donates the state that it was given: use
-        the one that it returns. Further keyword arguments go to the optimizer's `update`; an
+        the one that it returns. `replicated=` is a pytree of what is no row, such as class weights
+        or a teacher: every rank and microbatch is given it whole, as `loss_fn(..., replicated=...)`
+        (placed on the mesh beforehand, it is not copied there at every step). Further keyword
+        arguments go to the optimizer's `update`; an
         optimizer made by `weighted_multi_steps` is given the step's weight by itself, and a step
         without weight still has its place in the window.
 
@@ -101,6 +105,14 @@ def make_train_step(
         ...     return weighted_sum(params["w"] * kept * batch.data, batch.weights)
         >>> step = make_train_step(noisy_loss, data_mesh(1), rng_per="example")
         >>> state, report = step(state, batch, jax.random.key(0))
+
+        A target network, which is no row:
+
+        >>> def towards(params, batch, *, replicated):
+        ...     errors = params["w"] - replicated["w"] * batch.data
+        ...     return weighted_sum(errors**2, batch.weights)
+        >>> step = make_train_step(towards, data_mesh(1))
+        >>> state, report = step(state, batch, replicated={"w": jnp.float32(0.5)})
     """
     options = StepOptions(
         "make_train_step", mesh, microbatches, engine, coefficients, rng_per, axis_name
@@ -109,10 +121,10 @@ def make_train_step(
     gradient = global_step(_with_collections(loss_fn, names), options)
 
     def step(
-        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]
+        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
     ) -> tuple[Any, StepReport]:
         collections = {name: getattr(state, name) for name in names}
-        report, gradients, collections = gradient(state.params, collections, batch, rng)
+        report, gradients, collections = gradient(state.params, collections, batch, rng, replicated)
         windows = counts_windows(state.opt_state)
         if windows:
             extra = {"weight": window_weight(report.loss.terms, coefficients), **extra}
@@ -123,7 +135,10 @@ def make_train_step(
         state = applied(state) if windows else apply_unless(report.skipped, applied, state)
         return state, report
 
-    def check(state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]) -> None:
+    def check(
+        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
+    ) -> None:
+        del replicated  # anything that a loss function may be given
         _check_state(state, names)
         check_call(batch, rng, options)
         check_optimizer_args(state.tx, extra)
@@ -131,23 +146,29 @@ def make_train_step(
     run = compile_once(step, options.mesh, axis_name, check=check)
 
     def train_step(
-        state: Any, batch: Batch, rng: Array | None = None, **optimizer_args: Any
+        state: Any,
+        batch: Batch,
+        rng: Array | None = None,
+        *,
+        replicated: PyTree = None,
+        **optimizer_args: Any,
     ) -> tuple[Any, StepReport]:
-        return run(state, batch, rng, optimizer_args)
+        replicated = meshes.place(replicated, meshes.replicated_sharding(options.mesh))
+        return run(state, batch, rng, optimizer_args, replicated)
 
     return train_step
 
 
 def _with_collections(loss_fn: LossFn, names: tuple[str, ...]) -> LossFn:
     def with_collections(
-        params: PyTree, batch: Batch, *rng: Array, state: dict[str, PyTree]
+        params: PyTree, batch: Batch, *rng: Array, state: dict[str, PyTree], **given: Any
     ) -> tuple[Any, dict[str, PyTree]]:
         first = "variables" if names else "params"
         arguments = f"{first}, batch, rng" if rng else f"{first}, batch"
-        check_takes("make_train_step", loss_fn, arguments, 2 + len(rng))
+        check_takes("make_train_step", loss_fn, arguments, 2 + len(rng), given)
         if not names:
-            return loss_fn(params, batch, *rng), state
-        out = loss_fn({"params": params, **state}, batch, *rng)
+            return loss_fn(params, batch, *rng, **given), state
+        out = loss_fn({"params": params, **state}, batch, *rng, **given)
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)):
             raise TypeError(
                 "make_train_step: loss_fn must return (sums, updates) where mutable is given, got "

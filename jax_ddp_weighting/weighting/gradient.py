@@ -313,7 +313,7 @@ def take_gradient(
             f"{describe(state)}. With it, loss_fn(params, batch, state=state) returns "
             "(sums, state)."
         )
-    check_rows(batch)
+    check_rows(batch, caller="value_and_grad")
     shared = jax.tree_util.tree_map_with_path(_parameter, params)
     params = shared
     if axis_name is not None:
@@ -351,7 +351,7 @@ def _report(
     return GlobalLoss(value, terms, divided_by.bad)
 
 
-def check_rows(batch: PyTree) -> None:
+def check_rows(batch: PyTree, *, caller: str) -> None:
     """Raises `ValueError` unless every leaf has one leading axis of as many rows as the others."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     shapes = [jnp.shape(leaf) for _, leaf in leaves]
@@ -359,8 +359,8 @@ def check_rows(batch: PyTree) -> None:
         if not shape or shape[0] != (shapes[0] or shape)[0]:
             beside = "" if not shape else f" beside {shapes[0]} at batch{_key(leaves[0][0])}"
             raise ValueError(
-                "value_and_grad: batch must have one leading axis of rows, as long in every leaf, "
-                f"got shape {shape} at batch{_key(path)}{beside}. What is no row, such as class "
+                f"{caller}: batch must have one leading axis of rows, as long in every leaf, got "
+                f"shape {shape} at batch{_key(path)}{beside}. What is no row, such as class "
                 "weights or a teacher, is given beside the batch: replicated=."
             )
 

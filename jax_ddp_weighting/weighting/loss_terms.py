@@ -19,7 +19,6 @@ from jax_ddp_weighting.weighting.counts import (
     sum_weights,
     to_divisor,
     to_report,
-    widen,
 )
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
@@ -95,15 +94,7 @@ def name_terms(
             f"coefficients={{{', '.join(f'{name!r}: 1.0' for name in sorted(terms))}}}."
         )
     check_scalars(terms, returned_by=f"{caller}: loss_fn")
-    return {name: _whole(each) for name, each in terms.items()}
-
-
-def _whole(each: WeightedSum) -> WeightedSum:
-    """The sum widened, and with all of it in its total and its weight."""
-    each = jax.tree.map(widen, each)
-    if each.beyond is None:
-        return each
-    return WeightedSum(each.total + each.beyond.total, each.weight + each.beyond.weight)
+    return {name: each.whole() for name, each in terms.items()}
 
 
 class StepWeights(NamedTuple):

@@ -76,17 +76,21 @@ class WeightedSum:
         total, weight = psum_checked(self.total, self.weight, axis_name)
         return WeightedSum(total, weight, self.beyond and self.beyond.psum(axis_name))
 
+    def whole(self) -> "WeightedSum":
+        """The same with nothing left `beyond`: as floats, if anything may be."""
+        total, weight = widen(self.total), widen(self.weight)
+        if self.beyond is None:
+            return WeightedSum(total, weight)
+        return WeightedSum(total + self.beyond.total, weight + self.beyond.weight)
+
     def mean(self) -> Scalar:
         """`total / weight`; 0, with gradient 0, where the weight is 0. The weight gets none.
 
         NaN where the weight is negative, NaN or infinite.
         """
-        total, weight = widen(self.total), widen(self.weight)
-        bad = is_bad(weight)
-        if self.beyond is not None:
-            total, weight = total + self.beyond.total, weight + self.beyond.weight
-        mean = divide(total, weight)
-        return jnp.where(bad, jnp.nan, mean).astype(mean.dtype)
+        whole = self.whole()
+        mean = divide(whole.total, whole.weight)
+        return jnp.where(is_bad(whole.weight), jnp.nan, mean).astype(mean.dtype)
 
     def once(self, value: Any) -> "WeightedSum":
         """A term that is counted once per step and divided by nothing, such as a regulariser.
