@@ -18,10 +18,10 @@ from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.gradient import (
     GlobalLoss,
     GradientOptions,
-    check_rows,
     take_gradient,
 )
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
+from jax_ddp_weighting.weighting.microbatches import check_rows
 
 STEP_ENGINES = ("shard_map", "jit", "pmap")
 RNG_PER = ("rank", "example")

@@ -13,7 +13,7 @@ are summed over the ranks once.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,23 +23,27 @@ from jaxtyping import Array, PyTree, Scalar
 from jax_ddp_weighting._arguments import check_microbatches
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.counts import Sum, as_sum, is_count, to_divisor, to_report
-from jax_ddp_weighting.weighting.loss_terms import (
+from jax_ddp_weighting.weighting.counts import Sum, as_sum, to_divisor, to_report
+from jax_ddp_weighting.weighting.denominators import (
     Denominators,
-    LossFn,
     StepWeights,
+    sum_over_ranks,
+    sum_step_weights,
+    to_denominators,
+)
+from jax_ddp_weighting.weighting.loss_terms import (
+    LossFn,
+    check_axes,
     check_scalars,
     check_state,
+    check_totals,
     describe,
     has_gradient,
     name_terms,
-    sum_step_weights,
-    to_denominators,
     unpack,
 )
+from jax_ddp_weighting.weighting.microbatches import Rows, check_rows, take_microbatch
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
-
-T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -125,7 +129,7 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
     # Varying, also where it is the same on every rank, so that every rank pulls it back.
     local = mesh.vary(name_terms(local, None)["loss"], axis_name)
     weights = sum_step_weights(None, {"local": local}, accepted=False)
-    whole = to_denominators(_sum_over_ranks(weights, axis_name), None)
+    whole = to_denominators(sum_over_ranks(weights, axis_name), None)
     share = jnp.where(whole.bad == 0, divide(local.total, whole.terms["local"]), jnp.nan)
     if mesh.is_checked(axis_name):
         return share + lax.stop_gradient(share * (ranks - 1))
@@ -324,7 +328,7 @@ def take_gradient(
     rows = Rows(batch, rng, row_keys, replicated)
     take = pull_back if options.microbatches == 1 else _accumulate
     found = take(options, params, rows, state, shared=shared)
-    totals, gradients = _sum_over_ranks(found.totals, axis_name), found.gradients
+    totals, gradients = sum_over_ranks(found.totals, axis_name), found.gradients
     if axis_name is not None:
         gradients = lax.psum(gradients, axis_name)
     good = found.divided_by.bad == 0
@@ -349,45 +353,6 @@ def _report(
         terms[name] = WeightedSum(total, weight, beyond)
     value = jnp.where(divided_by.bad == 0, value, jnp.nan)
     return GlobalLoss(value, terms, divided_by.bad)
-
-
-def check_rows(batch: PyTree, *, caller: str) -> None:
-    """Raises `ValueError` unless every leaf has one leading axis of as many rows as the others."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    shapes = [jnp.shape(leaf) for _, leaf in leaves]
-    for (path, _), shape in zip(leaves, shapes, strict=True):
-        if not shape or shape[0] != (shapes[0] or shape)[0]:
-            beside = "" if not shape else f" beside {shapes[0]} at batch{_key(leaves[0][0])}"
-            raise ValueError(
-                f"{caller}: batch must have one leading axis of rows, as long in every leaf, got "
-                f"shape {shape} at batch{_key(path)}{beside}. What is no row, such as class "
-                "weights or a teacher, is given beside the batch: replicated=."
-            )
-
-
-class Rows(NamedTuple):
-    """A rank's rows, and what a loss function is given with them.
-
-    Attributes:
-        batch: a pytree of arrays `[rows, ...]`.
-        rng: one key for all rows, or None.
-        keys: a key per row, or None.
-        replicated: what is no row, and so is never split; or None.
-    """
-
-    batch: PyTree
-    rng: Array | None = None
-    keys: Array | None = None
-    replicated: PyTree = None
-
-
-def take_microbatch(rows: Rows, k: Any, microbatches: int) -> Rows:
-    """The rows of microbatch `k`; all of them, and the rng as it is, where there is one."""
-    if microbatches == 1:
-        return rows
-    rng = None if rows.rng is None else jax.random.fold_in(rows.rng, k)
-    split = [_take_rows(tree, k, microbatches) for tree in (rows.batch, rows.keys)]
-    return Rows(split[0], rng, split[1], rows.replicated)
 
 
 class Sums(NamedTuple):
@@ -433,7 +398,7 @@ def call_loss(
         out = options.loss_fn(params, *args, **given)
         sums, *aux = unpack(out, "aux") if options.has_aux else (out,)
     terms = name_terms(sums, options.coefficients)
-    _check_axes(options, terms, params)
+    check_axes(terms, options.axis_name, params)
     pulls = {name for name in terms if has_gradient(options.factors[name])}
     check_totals({name: terms[name] for name in terms if name in pulls})
     weights = sum_step_weights(rows.batch, terms, accepted=options.has_accepted)
@@ -446,34 +411,8 @@ def call_loss(
     return pulled, Sums(metrics, weights, state, aux)
 
 
-def check_totals(terms: Mapping[str, WeightedSum]) -> None:
-    """Raises `TypeError` for totals that `jax.grad` would refuse too."""
-    for name, each in terms.items():
-        if not jnp.issubdtype(each.total.dtype, jnp.floating):
-            raise TypeError(
-                "value_and_grad: loss_fn must return a total of floats for a term that pulls, got "
-                f"{each.total.dtype} for term {name!r}. It has no gradient: take a float loss, or "
-                "give what is only to be reported the coefficient 0."
-            )
-
-
-def _check_axes(options: GradientOptions, terms: dict[str, WeightedSum], params: PyTree) -> None:
-    for name, each in terms.items():
-        more = mesh.unnamed_axes(each, options.axis_name, parameters=params)
-        if more:
-            got = options.axis_name
-            named = () if got is None else (got,) if isinstance(got, str) else tuple(got)
-            every = (*named, *more)
-            raise ValueError(
-                "value_and_grad: axis_name must name every mapped axis that rows lie over, got "
-                f"{got!r} for term {name!r}, which varies over {more} too. Pass axis_name="
-                f"{every[0] if len(every) == 1 else every!r}, or sum the term over the axis."
-            )
-
-
-def sum_over_ranks(options: GradientOptions, weights: StepWeights) -> Denominators:
-    """What the whole step is divided by, missing ranks counted in."""
-    return to_denominators(_sum_over_ranks(weights, options.axis_name), options.coefficients)
+def _divide_by(options: GradientOptions, weights: StepWeights) -> Denominators:
+    return to_denominators(sum_over_ranks(weights, options.axis_name), options.coefficients)
 
 
 class Pulled(NamedTuple):
@@ -518,7 +457,7 @@ def pull_back(
     totals, pull, sums = jax.vjp(
         lambda params: call_loss(options, params, rows, state, shared=shared), params, has_aux=True
     )
-    whole = sum_over_ranks(options, sums.weights) if divided_by is None else divided_by
+    whole = _divide_by(options, sums.weights) if divided_by is None else divided_by
     cotangents = {
         name: _like(
             divide(jnp.asarray(options.factors[name], total.dtype), whole.terms[name]), total
@@ -545,7 +484,7 @@ def _accumulate(
         return sums.state, sums.weights
 
     _, weights = lax.scan(weigh, state, numbers)
-    whole = sum_over_ranks(options, jax.tree.map(partial(jnp.sum, axis=0), weights))
+    whole = _divide_by(options, jax.tree.map(partial(jnp.sum, axis=0), weights))
 
     def add(carry: tuple[PyTree, PyTree], k: Array) -> tuple[Any, Any]:
         gradients, state = carry
@@ -565,47 +504,6 @@ def _like(value: Array, model: Array) -> Array:
     return mesh.vary_like(value.astype(model.dtype), model)
 
 
-def _sum_over_ranks(sums: T, axis_name: AxisName | None) -> T:
-    """Sums each over the ranks, with one all-reduce per dtype instead of one per scalar."""
-    sums = _carry(sums)  # after microbatches were added, and before ranks are
-    if axis_name is None:
-        return sums
-    leaves, structure = jax.tree.flatten(sums)
-    if isinstance(sums, StepWeights):
-        # The count of bad weights goes with the integers, or, where there are none, as a float:
-        # it is not worth an all-reduce of its own.
-        dtypes = [leaf.dtype for leaf in jax.tree.leaves(sums._replace(bad=None))]
-        at = next(i for i, leaf in enumerate(leaves) if leaf is sums.bad)
-        if sums.bad.dtype not in dtypes:
-            leaves[at] = sums.bad.astype(dtypes[0])
-    for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
-        places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        summed = lax.psum(jnp.stack([leaves[i] for i in places]), axis_name)
-        for i, place in enumerate(places):
-            leaves[place] = summed[i]
-    return _carry(structure.unflatten(leaves))
-
-
-def _carry(sums: T) -> T:
-    return jax.tree.map(lambda s: s.carried() if is_count(s) else s, sums, is_leaf=is_count)
-
-
-def _take_rows(batch: PyTree, k: Any, microbatches: int) -> PyTree:
-    def rows(path: Any, leaf: Array) -> Array:
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] % microbatches:
-            raise ValueError(
-                f"value_and_grad: microbatches must divide the rows of every leaf of batch, got "
-                f"{microbatches} microbatches and shape {shape} at batch"
-                f"{_key(path)}. Pad with rows of weight 0, as Batch.padded("
-                f"{microbatches}) does, or choose another number."
-            )
-        split = jnp.reshape(leaf, (shape[0] // microbatches, microbatches, *shape[1:]))
-        return lax.dynamic_index_in_dim(split, k, axis=1, keepdims=False)
-
-    return jax.tree_util.tree_map_with_path(rows, batch)
-
-
 def _zeros_like(leaf: Array) -> Array:
     return mesh.zeros_like(leaf, jnp.promote_types(jnp.float32, leaf.dtype))
 
@@ -615,9 +513,6 @@ def _parameter(path: Any, leaf: Any) -> Array:
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         raise TypeError(
             f"value_and_grad: params must be floating point, got {leaf.dtype} at params"
-            f"{_key(path)}. Keep counters and keys outside params."
+            f"{jax.tree_util.keystr(path)}. Keep counters and keys outside params."
         )
     return leaf
-
-
-_key = jax.tree_util.keystr

@@ -1,7 +1,7 @@
 """What a loss function returns: one sum or several by name, and what its model keeps."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +9,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.counts import (
-    Sum,
-    as_sum,
-    is_bad,
-    sum_weights,
-    to_divisor,
-    to_report,
-)
-from jax_ddp_weighting.weighting.sums import WeightedSum, divide
+from jax_ddp_weighting.weighting.sums import WeightedSum
 
 LossFn = Callable[..., Any]
 """`(params, batch) -> WeightedSum`, or a dict of them; with `rng` as a third argument if one is
@@ -97,99 +88,6 @@ def name_terms(
     return {name: each.whole() for name, each in terms.items()}
 
 
-class StepWeights(NamedTuple):
-    """What is summed over rows, microbatches and ranks before anything is divided.
-
-    Beside the terms' own weights travel those of the batch's rows, which belong to no term: in
-    fields of their own, so that no name of a term can meet them, and in one pytree, so that one
-    all-reduce per dtype carries them all.
-
-    Attributes:
-        bad: how many weights cannot count; they are in none of the sums.
-        accepted: the weight of the batch's rows; None where nobody asks for it.
-        missing: the weight of ranks that are not there any more; None but for `join_batches`.
-        present: the weight of the rows that are there, beside `missing`.
-        terms: each term's weight, by name.
-    """
-
-    bad: Array
-    accepted: Sum | None
-    missing: Sum | None
-    present: Sum | None
-    terms: dict[str, Sum]
-
-
-def sum_step_weights(
-    batch: Any, terms: Mapping[str, WeightedSum], *, accepted: bool
-) -> StepWeights:
-    """The weights of one rank's microbatch: those of its terms, and those of its rows.
-
-    The rule for what is bad: a row of a `Batch` whose weight is negative, NaN or infinite; and
-    where no row is, or no `Batch` was given, a term whose weight is.
-
-    Args:
-        batch: what a loss function was given; weights of rows are read from a `Batch` alone.
-        terms: what it returned, widened.
-        accepted: whether the weight of its rows is asked for.
-    """
-    bad_terms = sum((is_bad(each.weight).astype(jnp.int32) for each in terms.values()), start=0)
-    weights = {
-        name: as_sum(jnp.where(is_bad(each.weight), 0, each.weight)) for name, each in terms.items()
-    }
-    if not isinstance(batch, Batch):
-        return StepWeights(jnp.asarray(bad_terms), None, None, None, weights)
-    rows, bad_rows = sum_weights(jnp.asarray(batch.weights))
-    # a bad row is bad in its term too, where it must not be counted again
-    bad = jnp.where(bad_rows > 0, bad_rows, bad_terms)
-    if batch.missing is None:
-        return StepWeights(bad, rows if accepted else None, None, None, weights)
-    missing, _ = sum_weights(jnp.asarray(batch.missing))
-    return StepWeights(bad, rows if accepted else None, missing, rows, weights)
-
-
-class Denominators(NamedTuple):
-    """What a step is divided by, the same on every rank.
-
-    Attributes:
-        bad: how many weights of the step cannot count.
-        accepted: the weight of all ranks' rows; None where nobody asks for it.
-        terms: what each term is divided by, a float.
-        weights: the same as it is reported: an integer where weights are integers.
-        beyond: what an integer of 32 bits leaves out of it, or None.
-    """
-
-    bad: Array
-    accepted: Array | None
-    terms: dict[str, Array]
-    weights: dict[str, Array]
-    beyond: dict[str, Array | None]
-
-
-def to_denominators(step: StepWeights, coefficients: Mapping[str, Any] | None) -> Denominators:
-    """What to divide by, of the weights summed over the whole step.
-
-    The rule: all are 0 where any weight of the step is bad, so that it counts for nothing, as a
-    step without weight does. And with `M` the weight of missing ranks and `V` that of those
-    present, every term that pulls is divided by `1 + M / V` times its weight, whatever it is
-    weighed in.
-    """
-    good = step.bad == 0
-    sums = jax.tree.map(lambda leaf: jnp.where(good, leaf, 0), step)
-    terms = {name: to_divisor(each) for name, each in sums.terms.items()}
-    reported = {name: to_report(each) for name, each in sums.terms.items()}
-    if sums.missing is not None and sums.present is not None:
-        stretch = 1 + divide(to_divisor(sums.missing), to_divisor(sums.present))
-        factors = coefficients or {"loss": 1.0}
-        for name in terms:
-            if has_gradient(factors[name]):  # a metric is a mean over what is there
-                terms[name] = terms[name] * stretch
-                reported[name] = terms[name], None
-    accepted = None if sums.accepted is None else to_report(sums.accepted)[0]
-    weights = {name: weight for name, (weight, _) in reported.items()}
-    beyond = {name: rest for name, (_, rest) in reported.items()}
-    return Denominators(step.bad, accepted, terms, weights, beyond)
-
-
 def has_gradient(factor: Any) -> bool:
     """Whether a term has a part in the loss: a coefficient of 0 makes it a mere metric.
 
@@ -209,6 +107,39 @@ def unpack(out: Any, *extras: str) -> tuple[Any, ...]:
             f"Return a tuple, or leave {' and '.join(options)} out."
         )
     return out
+
+
+def check_totals(terms: Mapping[str, WeightedSum]) -> None:
+    """Raises `TypeError` for totals that `jax.grad` would refuse too."""
+    for name, each in terms.items():
+        if not jnp.issubdtype(each.total.dtype, jnp.floating):
+            raise TypeError(
+                "value_and_grad: loss_fn must return a total of floats for a term that pulls, got "
+                f"{each.total.dtype} for term {name!r}. It has no gradient: take a float loss, or "
+                "give what is only to be reported the coefficient 0."
+            )
+
+
+def check_axes(
+    terms: Mapping[str, WeightedSum], axis_name: AxisName | None, params: PyTree
+) -> None:
+    """Raises `ValueError` if types tell that rows lie over an axis that nobody has named."""
+    for name, each in terms.items():
+        more = mesh.unnamed_axes(each, axis_name, parameters=params)
+        if more:
+            named = (
+                ()
+                if axis_name is None
+                else (axis_name,)
+                if isinstance(axis_name, str)
+                else tuple(axis_name)
+            )
+            every = (*named, *more)
+            raise ValueError(
+                "value_and_grad: axis_name must name every mapped axis that rows lie over, got "
+                f"{axis_name!r} for term {name!r}, which varies over {more} too. Pass axis_name="
+                f"{every[0] if len(every) == 1 else every!r}, or sum the term over the axis."
+            )
 
 
 def check_state(

@@ -9,23 +9,21 @@ import pytest
 
 from jax_ddp_weighting import Batch, WeightedSum, weighted_sum
 from jax_ddp_weighting.weighting.counts import Count, as_sum
-from jax_ddp_weighting.weighting.gradient import (
-    GradientOptions,
-    Rows,
-    call_loss,
-    pull_back,
-    sum_over_ranks,
-    take_gradient,
-    take_microbatch,
-)
-from jax_ddp_weighting.weighting.loss_terms import (
+from jax_ddp_weighting.weighting.denominators import (
     Denominators,
     StepWeights,
-    check_scalars,
-    name_sums,
+    sum_over_ranks,
     sum_step_weights,
     to_denominators,
 )
+from jax_ddp_weighting.weighting.gradient import (
+    GradientOptions,
+    call_loss,
+    pull_back,
+    take_gradient,
+)
+from jax_ddp_weighting.weighting.loss_terms import check_scalars, name_sums
+from jax_ddp_weighting.weighting.microbatches import Rows, take_microbatch
 
 BATCH = Batch.of(np.float32([1, 2, 3, 4]), weights=np.int32([1, 0, 2, 1]))
 
@@ -125,7 +123,7 @@ def test_weights_are_summed_over_ranks_by_one_all_reduce_per_dtype():
     def over(accepted, a, b, c):
         terms = {"a": as_sum(a), "b": b, "c": c}
         weights = StepWeights(jnp.int32(0), as_sum(accepted), None, None, terms)
-        return sum_over_ranks(replace(OPTIONS, axis_name="data", coefficients=None), weights)
+        return to_denominators(sum_over_ranks(weights, "data"), dict.fromkeys(terms, 1.0))
 
     ones = [jnp.ones(2, dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32, jnp.float32)]
     mapped = jax.vmap(over, axis_name="data")
