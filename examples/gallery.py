@@ -38,6 +38,11 @@ def local_mean(token_loss, params, tokens, weights):
     return total / weight
 
 
+def over(total, weight):
+    """What is divided by the weight of the whole step, which is 0 in a step of padding alone."""
+    return total / jnp.where(weight > 0, weight, 1.0)
+
+
 # --- how the ranks are held -----------------------------------------------------------------------
 
 
@@ -76,7 +81,7 @@ def textbook(token_loss, params, tokens, weights):
 
     def share(params):
         total, weight = weighted(token_loss, params, tokens, weights)
-        return total * lax.axis_size("data") / lax.psum(weight, "data")
+        return over(total * lax.axis_size("data"), lax.psum(weight, "data"))
 
     return lax.pmean(jax.grad(share)(params), "data")
 
@@ -84,7 +89,7 @@ def textbook(token_loss, params, tokens, weights):
 def sum_then_divide(token_loss, params, tokens, weights):
     """Sums of gradients and of weights, divided."""
     total = jax.grad(lambda p: weighted(token_loss, p, tokens, weights)[0])(params)
-    return lax.psum(total, "data") / lax.psum(jnp.sum(weights), "data")
+    return over(lax.psum(total, "data"), lax.psum(jnp.sum(weights), "data"))
 
 
 def clamped(token_loss, params, tokens, weights):
@@ -96,7 +101,7 @@ def clamped(token_loss, params, tokens, weights):
 def forgotten_ranks(token_loss, params, tokens, weights):
     """Each total over the global weight, and then the average that everybody writes."""
     total = jax.grad(lambda p: weighted(token_loss, p, tokens, weights)[0])(params)
-    return lax.pmean(total / lax.psum(jnp.sum(weights), "data"), "data")
+    return lax.pmean(over(total, lax.psum(jnp.sum(weights), "data")), "data")
 
 
 def masked_mean(token_loss, params, tokens, weights):

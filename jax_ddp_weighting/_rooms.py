@@ -22,7 +22,7 @@ PUBLIC = {
     "distributed": ("ENGINES", "data_mesh", "force_cpu_devices"),
     "data": (
         *("Batch", "DisagreementError", "EpochRecord", "JOIN_CONVENTIONS", "batches"),
-        *("check_agreement", "join_batches"),
+        *("check_agreement", "global_batch", "join_batches"),
     ),
     "weighting": (
         *("GlobalLoss", "WeightedSum", "rank_share", "valid_labels", "value_and_grad"),

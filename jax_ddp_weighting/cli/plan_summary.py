@@ -167,4 +167,6 @@ def describe_plan(plan: EpochPlan) -> dict[str, Any]:
 def audit_as_dict(audit: EpochAudit) -> dict[str, Any]:
     """An audit as plain JSON-able values; ids that are keys become text, as JSON wants them."""
     duplicated = {str(each): count for each, count in audit.duplicated.items()}
-    return asdict(audit) | {"exactly_once": audit.exactly_once, "duplicated": duplicated}
+    values = asdict(audit) | {"exactly_once": audit.exactly_once, "duplicated": duplicated}
+    del values["remedy"]  # what the error says; JSON holds what was found
+    return values

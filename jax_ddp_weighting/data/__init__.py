@@ -4,6 +4,7 @@ from jax_ddp_weighting.data.agreement import DisagreementError, EpochRecord, che
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.data.join import JOIN_CONVENTIONS, join_batches
 from jax_ddp_weighting.data.loader import batches
+from jax_ddp_weighting.data.process_rows import global_batch
 
 __all__ = [
     "JOIN_CONVENTIONS",
@@ -12,5 +13,6 @@ __all__ = [
     "EpochRecord",
     "batches",
     "check_agreement",
+    "global_batch",
     "join_batches",
 ]

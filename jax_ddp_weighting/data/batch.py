@@ -1,17 +1,24 @@
 """Rows with their identities and their weights: what a loss function is given."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_at_least, check_weights
 from jax_ddp_weighting.distributed import mesh as meshes
-from jax_ddp_weighting.distributed.placement import device_ids
+from jax_ddp_weighting.distributed.placement import (
+    check_device_values,
+    check_not_cut,
+    device_dtype,
+    device_ids,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -48,8 +55,9 @@ class Batch:
 
         Raises:
             TypeError: ids are no integers, or weights no numbers.
-            ValueError: the leaves have different numbers of rows, or a weight on the host is
-                negative or NaN. (Weights on a device are not read back.)
+            ValueError: the leaves have different numbers of rows, a weight on the host is
+                negative or NaN, or a device would cut data or weights, such as integers of more
+                than 32 bits while x64 is off. (What is on a device is not read back.)
 
         Example:
             >>> batch = Batch.of({"x": np.zeros((3, 2))}, weights=np.array([1, 1, 0]))
@@ -84,7 +92,10 @@ class Batch:
         if isinstance(weights, np.ndarray):
             remedy = "A row that is not to count weighs 0."
             check_weights("Batch.of: weights", weights, remedy, first=0)
-        return cls(data, ids, weights)
+        batch = cls(data, ids, weights)
+        # that data are numbers is asked where they go to a device: names may be kept beside them
+        check_batch_values(batch, check_not_cut, caller="Batch.of")
+        return batch
 
     def padded(self, multiple: int) -> "Batch":
         """The batch, filled up with rows of weight 0 until its rows divide by `multiple`.
@@ -165,12 +176,68 @@ def check_batch(
         raise TypeError(f"{rule}, got {type(batch).__name__}. {remedy}")
 
 
-def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
-    """A batch with its rows on the mesh, as `mesh.place` places them, and its ids whole.
+def check_batch_values(
+    batch: Batch, check: Callable[..., None] = check_device_values, *, caller: str
+) -> None:
+    """Refuses a batch on the host whose data or weights a device would cut.
+
+    Args:
+        batch: a batch, on the host or on devices.
+        check: what each leaf of data and weights on the host must pass.
+        caller: who speaks in errors.
 
     Raises:
-        ValueError: an id would be cut.
+        TypeError: a leaf holds no numbers.
+        ValueError: a value would be cut; names the leaf.
     """
+    fields = {"data": batch.data, "weights": batch.weights, "missing": batch.missing}
+    for name, values in fields.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(values):
+            if not isinstance(leaf, jax.Array):  # what is on a device is as it is
+                where = f"{name}{jax.tree_util.keystr(path)}"
+                check(np.asarray(leaf), where, caller=caller)
+    if isinstance(batch.weights, np.ndarray) and batch.weights.dtype.kind == "f":
+        with np.errstate(under="ignore"):
+            lost = batch.weights.astype(device_dtype(batch.weights.dtype)) == 0
+        lost &= batch.weights > 0
+        if lost.any():
+            raise ValueError(
+                f"{caller}: weights must be above float32's least while x64 is off, or 0, got "
+                f"{batch.weights[lost][0]}. JAX would make it 0, and the row padding: scale them."
+            )
+
+
+def check_is_global(batch: Batch, mesh: Mesh | AbstractMesh, *, caller: str) -> None:
+    """Refuses a process's own rows where a batch of all processes' rows is needed.
+
+    JAX would take them for the whole batch, the same on every process, and compare them by a
+    collective, which ends processes of unequal shapes. So this comes before.
+
+    Raises:
+        ValueError: a leaf lies on this process alone, while the mesh has more.
+    """
+    if isinstance(mesh, AbstractMesh) or not mesh.is_multi_process:
+        return
+    for leaf in jax.tree.leaves(batch):
+        traced = isinstance(leaf, Tracer)
+        if not traced and getattr(leaf, "is_fully_addressable", True):
+            raise ValueError(
+                f"{caller}: batch must be a global one on a mesh of several processes, got "
+                f"{np.shape(batch.weights)[0]} rows of process {jax.process_index()} alone. "
+                "global_batch(batch, mesh) makes one of each process's rows; batches(plan, ...) "
+                "and join_batches(stream, mesh) yield them."
+            )
+
+
+def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
+    """A batch with its rows on the mesh, as `mesh.place` places them, and nothing of it cut.
+
+    Raises:
+        TypeError: a leaf holds no numbers.
+        ValueError: a value would be cut, or the rows are one process's while the mesh has several.
+    """
+    check_is_global(batch, sharding.mesh, caller=caller)
+    check_batch_values(batch, caller=caller)
     if isinstance(batch.ids, np.ndarray):
         batch = replace(batch, ids=device_ids(batch.ids, caller=caller))
     return meshes.place(batch, sharding)

@@ -3,6 +3,7 @@
 import base64
 import json
 import pickle
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,17 +13,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.shards import place_dealt
 from jax_ddp_weighting.data.stopping import (
     ENDED,
     FAILED,
     GOES_ON,
-    ask,
-    find_state,
+    Stopping,
     name_holders,
     raise_failure,
-    read_answer,
 )
 from jax_ddp_weighting.data.streams import Stream
+from jax_ddp_weighting.data.watching import Watch
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.coordination import Meeting, find_differences, name_ranks
 from jax_ddp_weighting.distributed.mesh import AxisName
@@ -37,6 +38,7 @@ def join_batches(
     mesh: Mesh,
     *,
     convention: str = "example",
+    name: str = "",
     axis_name: AxisName = "data",
     timeout_s: float = 300,
 ) -> Iterator[Batch]:
@@ -57,16 +59,28 @@ def join_batches(
     loss that multiplies in weights of its own, per token, a stream has as many votes as its rows
     have tokens on average. A stream whose rows all weigh 0 in a step has no mean to vote with.
     Under "initial_ranks" the votes that are missing are in `Batch.missing`, which `value_and_grad`
-    and the training steps count in; your own reduction must too.
+    and the training steps count in; your own reduction must too. It is a rule for gradients: a
+    metric has no rows to divide by where a rank is gone, so join what is to be evaluated by one of
+    the other two.
 
     Whether anybody goes on is agreed by the devices, one step ahead: a number per rank name_holders
     maximum is started before the step that runs meanwhile and read after it, so the devices never
     wait for the host. The first batches' form, and a failure, go through the coordination service.
 
+    What a stream yields is copied before it is asked for more: it may fill one buffer over and
+    over. A batch of no rows is a step in which the stream has nothing, and counts as weight 0.
+
     If a stream raises, or changes form, every rank takes the steps before, and then every rank
     raises an error that names the rank, the step and the message. If a process does not come to a
     step at all, the others name it after `timeout_s`, and at most a quarter of that or 10 s more:
     it was killed, has left the loop, or is slow. After that the devices are not to be used again.
+
+    Whatever the loop reads meanwhile: where the devices are idle, as they are in a loop that reads
+    each step's loss, a step is handed out only once all processes have come to it. What is left is
+    a process that takes a batch and then leaves the loop without running the step. The others wait
+    for it in that step's collective, inside XLA, where nothing can be raised; there the logger
+    `jax_ddp_weighting.join` names it in time, at level ERROR, and the error of the collective's own
+    library comes when that gives up.
 
     What JAX itself does when a process is killed: over gloo, some of the others, not all, get an
     error from whatever array they read next; `heartbeat_timeout_seconds` later (100, unless
@@ -79,6 +93,8 @@ def join_batches(
             a rank, on a mesh of further axes, must give it the same stream.
         mesh: a mesh with the axis.
         convention: "example", "active_ranks" or "initial_ranks"; the same on every process.
+        name: what this is a stream of, such as ``"epoch 3"``; the same on every process. It tells
+            apart processes that have opened unequally many streams so far.
         axis_name: the data axis.
         timeout_s: how many seconds to wait for other processes, at the first batch and at a step.
 
@@ -123,7 +139,8 @@ def join_batches(
     else:
         streams = [(iter(each), (rank,)) for each, rank in zip(several, ranks, strict=True)]
     meeting = coordination.next_meeting("join", jax.process_index(), layout.processes)
-    return _join(streams, layout, meeting, convention, timeout_s)
+    compared = {"convention": convention, "name": name}
+    return _join(streams, layout, meeting, compared, timeout_s)
 
 
 def _split_streams(batches: Any, ranks: tuple[int, ...]) -> Sequence[Any] | None:
@@ -144,39 +161,53 @@ def _join(
     iterators: list[tuple[Iterator[Any], tuple[int, ...]]],
     layout: RankPlacement,
     meeting: Meeting,
-    convention: str,
+    compared: dict[str, str],
     timeout_s: float,
 ) -> Iterator[Batch]:
     streams = [Stream(iterator, ranks) for iterator, ranks in iterators]
-    state = _open(streams, layout, meeting, convention, timeout_s)
-    step = 0
-    while state == GOES_ON:
-        taken = [_give_votes(stream.take(), convention) for stream in streams]
-        rows = jax.tree.map(lambda *parts: np.concatenate(parts), *taken)
-        batch = jax.tree.map(layout.place_rows, rows)
-        # asked before the step that the caller runs on this batch, and read after
-        answer = ask(find_state(streams), layout)
-        yield batch
-        step += 1
-        state = read_answer(answer, meeting, layout, step, timeout_s)
+    state = _open(streams, layout, meeting, compared, timeout_s)
+    stopping = Stopping(streams, layout, meeting, timeout_s)
+    watch = Watch(meeting, layout, stopping, timeout_s)
+    step, entered = 0, time.monotonic()
+    try:
+        while state == GOES_ON:
+            taken = [_give_votes(stream.take(), compared["convention"]) for stream in streams]
+            batch = place_dealt(taken, layout)
+            # asked before the step that the caller runs on this batch, and read after, unless it
+            # can be known before without a wait
+            stopping.ask()
+            if time.monotonic() - entered > _NOTHING_S:  # or it has started nothing to hang in
+                stopping.wait_if_idle(step + 1)
+            entered = time.monotonic()
+            watch.enter(step)
+            yield batch
+            step += 1
+            state = stopping.read(step)
+    except GeneratorExit:  # by a break, or an error in the loop
+        watch.end(early=True)
+        raise
+    finally:
+        watch.end()
     if state == FAILED:
         raise_failure(streams, meeting, layout, step, timeout_s)
 
 
-def _give_votes(batch: Batch, convention: str) -> Batch:
+# Less than it takes to start a step: a loop that came back sooner runs none.
+_NOTHING_S = 1e-4
+
+
+def _give_votes(rows: Batch, convention: str) -> Batch:
     """The rows with the weights that the convention gives them."""
     if convention == "example":
-        return batch
-    total = batch.weights.sum(dtype=np.float64)
+        return rows
+    total = rows.weights.sum(dtype=np.float64)
     # in float64, and float32 last: a stream's votes add up to one, whatever its weights were
-    votes = (batch.weights / total if total else batch.weights).astype(np.float32)
+    votes = (rows.weights / total if total else rows.weights).astype(np.float32)
     missing = None
     if convention == "initial_ranks":
         missing = np.zeros_like(votes)
-        missing[0] = (
-            0 if total else 1
-        )  # one vote a stream: on one row, and lost where there is none
-    return Batch(batch.data, batch.ids, votes, missing)
+        missing[0] = 0 if total else 1  # the stream's one vote, which nobody casts
+    return Batch(rows.data, rows.ids, votes, missing)
 
 
 # --- the first batches ----------------------------------------------------------------------------
@@ -186,15 +217,19 @@ def _open(
     streams: list[Stream],
     layout: RankPlacement,
     meeting: Meeting,
-    convention: str,
+    compared: dict[str, str],
     timeout_s: float,
 ) -> int:
     """Agrees with the other processes on what batches look like; whether there are any."""
-    # a process without any rows must make arrays like the others', of this structure and form
-    like = [jax.tree.map(lambda x: x[:0], s.upcoming) for s in streams if s.upcoming is not None]
+    # A process without any rows must make arrays like the others', of this structure and form; a
+    # batch of no rows is the last to ask.
+    there = [stream for stream in streams if stream.upcoming is not None]
+    there.sort(key=lambda stream: stream.format is None)
+    like = [jax.tree.map(lambda x: x[:0], stream.upcoming) for stream in there]
     said = {
-        "convention": convention,
+        "compared": compared,
         "rows": max(stream.rows_per_rank for stream in streams),
+        "goes on": bool(there),
         "failed": any(stream.failure for stream in streams),
         "forms": {stream.ranks[0]: stream.format for stream in streams if stream.format},
         "like": _pack(like[0]) if like else None,
@@ -204,17 +239,17 @@ def _open(
     if concluded["trouble"]:
         raise RuntimeError(concluded["trouble"])
     for stream in streams:
-        stream.settle(concluded["rows"], _unpack(concluded["like"]))
+        stream.settle(max(1, concluded["rows"]), _unpack(concluded["like"]))
     if concluded["failed"]:
         return FAILED
-    return GOES_ON if concluded["rows"] else ENDED
+    return GOES_ON if concluded["goes on"] else ENDED
 
 
 def _judge_opening(said: dict[int, str], *, layout: RankPlacement, timeout_s: float) -> str:
     each = {process: json.loads(text) for process, text in said.items()}
     absent = [process for process in layout.processes if process not in said]
     forms = {int(rank): form for one in each.values() for rank, form in one["forms"].items()}
-    conventions = {process: {"convention": one["convention"]} for process, one in each.items()}
+    compared = {process: one["compared"] for process, one in each.items()}
     trouble = ""
     if absent:
         trouble = (
@@ -222,17 +257,19 @@ def _judge_opening(said: dict[int, str], *, layout: RankPlacement, timeout_s: fl
             f"{timeout_s:g} s. Look at the logs of the absent: they are gone or slow; timeout_s "
             "gives more time."
         )
-    elif differences := [*find_differences(conventions, "process"), *find_differences(forms)]:
+    elif differences := [*find_differences(compared, "process"), *find_differences(forms)]:
         trouble = (
             f"join_batches: all ranks must have one form of rows and one convention, got "
             f"{'; '.join(differences)}. Pad rows to one shape, and give them one dtype."
         )
-    likes = [one["like"] for one in each.values() if one["like"]]
+    with_rows_first = sorted(each.values(), key=lambda one: not one["forms"])
+    likes = [one["like"] for one in with_rows_first if one["like"]]
     return json.dumps(
         {
             "trouble": trouble,
             "failed": any(one["failed"] for one in each.values()),
             "rows": max(one["rows"] for one in each.values()),
+            "goes on": any(one["goes on"] for one in each.values()),
             "like": likes[0] if likes else None,
         }
     )

@@ -1,8 +1,7 @@
 """A plan's slots as sharded device batches, fetched ahead of the step that needs them."""
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,12 +11,15 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_at_least, check_epoch, check_up_to
+from jax_ddp_weighting._version import __version__
 from jax_ddp_weighting.data.batch import Batch
-from jax_ddp_weighting.data.row_format import FormatAgreement
+from jax_ddp_weighting.data.opening import Opening
+from jax_ddp_weighting.data.read_ahead import read_ahead
+from jax_ddp_weighting.data.row_format import describe_rows
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.distributed.placement import RankPlacement, id_dtype
-from jax_ddp_weighting.sampling.plan import EpochPlan
+from jax_ddp_weighting.distributed.placement import RankPlacement, check_device_values, id_dtype
+from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
 
 Fetch = Callable[[np.ndarray], PyTree]
 """`fetch(ids)` returns a pytree of arrays `[len(ids), ...]`: row `j` is example `ids[j]`."""
@@ -38,19 +40,25 @@ def batches(
 
     The rule: every step is full, short ones are filled with rows of weight 0, and each process
     fetches its own ranks' ids only, whichever devices of the mesh it holds. A thread fetches ahead
-    of the step that is running.
+    of the step that is running. What `fetch` returned is copied, by this or by the transfer to the
+    device, before `fetch` is called again: it may fill one buffer over and over.
 
-    Processes whose rows differ in form would go on with different global shapes, and hang or abort
-    in a collective. So the first rows' form is compared over the processes of the mesh, once a
-    stream and through the coordination service; later rows must have the form of the first. (An
-    error of `fetch` at a later step is this process's alone: see `join_batches` for streams whose
-    errors are to reach all.)
+    Processes that read different plans, epochs or steps, or whose rows differ in form, would go on
+    with wrong rows, or hang or abort in a collective. So these are compared over the processes of
+    the mesh, once a stream, at its first batch and through the coordination service; later rows
+    must have the form of the first. (An error of `fetch` at a later step is this process's alone:
+    see `join_batches` for streams whose errors are to reach all.)
+
+    A loop that is left early, by `break` or by an error, is left at once, even while `fetch` hangs;
+    and so is the program.
 
     Args:
         plan: who reads what; its `num_replicas` is the size of the mesh's data axis.
         epoch: which epoch, from 0.
         fetch: `fetch(ids)` for an int64 array of ids returns a pytree of arrays with one row per
-            id. It runs in another thread, one call per step, in order.
+            id. It runs in another thread, one call per step, in order. The ids cannot be written:
+            `ids.copy()` can. Integers that the device would cut are refused; floats of 64 bits are
+            rounded to 32 while x64 is off, as JAX does.
         mesh: a mesh with the axis; over further axes the rows are replicated.
         start_step: the first step to yield, to resume.
         prefetch: how many batches are made ahead; 0 makes each when it is asked for.
@@ -63,11 +71,12 @@ def batches(
         x64 is on when it is called; weights are int32.
 
     Raises:
-        TypeError: a number is none; at once.
+        TypeError: a number is none; at once. `fetch` returned something that is no number.
         ValueError: the mesh has not the plan's number of ranks or no device of this process, or a
             number is out of range; at once, not at the first batch. `fetch` returned another number
-            of rows than ids, or rows of another form than before or than on another process. An
-            error in `fetch` surfaces at the step it belongs to, with a note that names the step.
+            of rows than ids, rows of another form than before or than on another process, or
+            integers that the device would cut; or another process reads other steps. An error in
+            `fetch` surfaces at the step it belongs to, with a note that names the step.
         RuntimeError: another process failed to fetch its first rows, or did not in time.
 
     Example:
@@ -95,60 +104,69 @@ def batches(
     _check_ids_fit(plan)
     # met here and not at the first batch: all processes make their streams in the same order
     meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
-    agreement = FormatAgreement("batches", meeting, timeout_s)
-
+    reading = {
+        **plan.fingerprint,
+        "num_replicas": plan.num_replicas,
+        "batch_size": plan.batch_size,
+        "steps": steps,
+        "epoch": epoch,
+        "start_step": start_step,
+        "library_version": __version__,
+    }
+    opening = Opening("batches", meeting, reading, timeout_s)
     # a `with jax.enable_x64(...)` holds in its own thread alone, and another one may fetch
     x64 = jax.config.read("jax_enable_x64")
 
-    def make_in_any_thread(step: int) -> Batch:
-        with jax.enable_x64(x64):
-            return make(step)
-
-    def make(step: int) -> Batch:
+    def fetch_rows(step: int) -> tuple[int, Slots, Any]:
         slots = plan.batch(epoch, step, ranks=layout.local)
+        with jax.enable_x64(x64), report_failure(step):
+            return step, slots, fetch(_copy_unwritable(slots.ids.reshape(-1)))
+
+    def place_rows(fetched: tuple[int, Slots, Any]) -> Batch:
+        step, slots, data = fetched
         ids, weights = slots.ids.reshape(-1), slots.weights.reshape(-1)
+        with jax.enable_x64(x64):
+            with report_failure(step):
+                check = partial(_check_rows, number=len(ids))
+                data = jax.tree_util.tree_map_with_path(check, data)
+            # before the others are met: what fetch has returned may be filled anew at any time
+            batch = layout.place(Batch(data, ids.astype(id_dtype()), weights))
+            opening.check(describe_rows(batch.data))
+            return batch
+
+    @contextmanager
+    def report_failure(step: int) -> Iterator[None]:
         failed = f"fetch failed at epoch {epoch}, step {step}"
         # what is wrong with the first rows is the others' business too: they wait for this process
-        with agreement.report_failure(failed):
+        with opening.report_failure(failed):
             try:
-                data = fetch(ids)
+                yield
             except BaseException as error:
                 error.add_note(f"batches: {failed}.")
                 raise
-            data = jax.tree_util.tree_map_with_path(partial(_check_rows, number=len(ids)), data)
-        agreement.check(data)
-        return jax.tree.map(layout.place_rows, Batch(data, ids.astype(id_dtype()), weights))
 
-    return _read_ahead(make_in_any_thread, range(start_step, steps), prefetch)
+    def read() -> Iterator[Batch]:
+        if start_step == steps:  # others may not think so, and would wait for rows from here
+            opening.check_without_rows()
+        yield from read_ahead(range(start_step, steps), prefetch, fetch_rows, place_rows)
+
+    return read()
 
 
-def _read_ahead(make: Callable[[int], Batch], steps: range, prefetch: int) -> Iterator[Batch]:
-    # A generator, since it turns a StopIteration out of `make` into an error, where `map` would
-    # take it for the end of the epoch.
-    if not prefetch:
-        for step in steps:
-            yield make(step)
-        return
-    waiting: deque[Future[Batch]] = deque()
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-        try:
-            for step in steps:
-                waiting.append(pool.submit(make, step))
-                if len(waiting) > prefetch:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:  # the loop was left early, or a fetch failed: start nothing more
-            pool.shutdown(wait=False, cancel_futures=True)
+def _copy_unwritable(ids: np.ndarray) -> np.ndarray:
+    # Of bytes, which nothing can make writable again. A fetch that sorts the ids it was given would
+    # otherwise return rows in an order that nobody else knows of.
+    return np.frombuffer(ids.tobytes(), ids.dtype)
 
 
 def _check_rows(path: Any, leaf: Any, *, number: int) -> np.ndarray:
-    leaf = np.asarray(leaf)
+    leaf, name = np.asarray(leaf), f"data{jax.tree_util.keystr(path)}"
     if leaf.shape[:1] != (number,):
         raise ValueError(
-            f"batches: fetch must return one row per id, got shape {leaf.shape} at data"
-            f"{jax.tree_util.keystr(path)} for {number} ids. Index every array with ids."
+            f"batches: fetch must return one row per id, got shape {leaf.shape} at {name} for "
+            f"{number} ids. Index every array with ids."
         )
+    check_device_values(leaf, name, caller="batches")
     return leaf
 
 

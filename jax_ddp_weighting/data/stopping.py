@@ -24,6 +24,111 @@ ENDED, GOES_ON, FAILED = range(3)
 _STATE_WIDTH = 4096
 
 
+class Stopping:
+    """Whether any rank goes on, asked of all for every step.
+
+    Args:
+        streams: this process's streams.
+        layout: where the ranks are.
+        meeting: the meeting of the streams of all processes.
+        timeout_s: how long to wait for the other processes at a step.
+    """
+
+    def __init__(
+        self, streams: list[Stream], layout: RankPlacement, meeting: Meeting, timeout_s: float
+    ) -> None:
+        self._streams = streams
+        self._layout = layout
+        self._meeting = meeting
+        self._timeout_s = timeout_s
+        self._alone = len(layout.processes) == 1
+        self._asked: Any = None  # a number, or an array on its way
+
+    def ask(self) -> None:
+        """Asks for the greatest state of all ranks: it is then on its way from the devices."""
+        state = find_state(self._streams)
+        if self._alone:
+            self._asked = state
+            return
+        states = self._layout.place(
+            np.full((len(self._layout.local), _STATE_WIDTH), state, np.int8)
+        )
+        self._asked = _greatest(meshes.replicated_sharding(self._layout.mesh))(states)
+
+    def wait_if_idle(self, step: int) -> None:
+        """Waits for the answer now, if the devices have nothing else to do meanwhile.
+
+        So a process that does not come to this step is named before the caller starts a step that
+        would hang in a collective, where nothing but the collective's own limit could end it. Where
+        devices are still busy with the step before, the host is not made to wait for them: a caller
+        who does not read each step comes back by itself, and is told by `read`.
+
+        Raises:
+            RuntimeError: as `read`.
+        """
+        if not self._alone and _is_idle(self._layout.mesh.local_devices[0]):
+            self._wait(step)
+
+    def read(self, step: int) -> int:
+        """The state that `ask` asked for.
+
+        Raises:
+            RuntimeError: it has not come in time; names the processes that do not wait too.
+        """
+        if self._alone:
+            return self._asked
+        self._wait(step)
+        return int(self._asked.addressable_data(0))
+
+    def is_known_to_end(self) -> bool:
+        """Whether it is known already that no rank takes a further step."""
+        if self._alone or not self._asked.is_ready():
+            return False
+        try:
+            return int(self._asked.addressable_data(0)) != GOES_ON
+        except jax.errors.JaxRuntimeError:
+            return False  # it is for `read` to say
+
+    def _wait(self, step: int) -> None:
+        reason = ""
+        # Asking the devices is free but bounds nothing; asking the service is bounded but a round
+        # trip. So the devices are polled, and the service only where a step takes long.
+        stalled = self._meeting.aside("stalled")
+        grace = find_grace(self._timeout_s)
+        start = time.monotonic()
+        look, pause = start + grace / 2, 1e-4
+        while not self._asked.is_ready():
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-2)
+            now = time.monotonic()
+            if now - start > self._timeout_s:
+                stalled.call()  # those who started to wait later need not wait as long to be told
+                break
+            if now > look:
+                if stalled.called():
+                    break
+                look = now + grace / 2
+        else:
+            try:
+                self._asked.block_until_ready()
+                return
+            except jax.errors.JaxRuntimeError as error:
+                # when a process is killed, only some get this over gloo: they tell the rest
+                reason = f"the devices say: {str(error).splitlines()[0]}"
+                stalled.call()
+
+        def judge(said: dict[int, str]) -> str:
+            absent = [process for process in self._layout.processes if process not in said]
+            who = f"{name_holders(absent, self._layout)} absent" if absent else "all ranks waited"
+            return (
+                f"join_batches: {who} at step {step}, {reason or f'after {self._timeout_s:g} s'}. "
+                "Look at the logs of the absent: they are gone, have left the loop, or their "
+                "stream is slow; timeout_s gives more time."
+            )
+
+        raise RuntimeError(stalled.conclude("", judge, timeout_s=grace))
+
+
 def find_state(streams: list[Stream]) -> int:
     """What this process's ranks are about to do."""
     if any(stream.failure for stream in streams):
@@ -31,13 +136,9 @@ def find_state(streams: list[Stream]) -> int:
     return GOES_ON if any(stream.upcoming is not None for stream in streams) else ENDED
 
 
-def ask(state: int, layout: RankPlacement) -> Any:
-    """The greatest state of all ranks; on its way from the devices if there are more processes."""
-    if len(layout.processes) == 1:
-        return state
-    # a whole row of numbers for each rank, all alike: see _STATE_WIDTH
-    states = layout.place_rows(np.full((len(layout.local), _STATE_WIDTH), state, np.int8))
-    return _greatest(meshes.replicated_sharding(layout.mesh))(states)
+def find_grace(timeout_s: float) -> float:
+    """How much later than others a process may have come to wait for them."""
+    return min(timeout_s / 4, 10.0)
 
 
 @cache
@@ -45,52 +146,21 @@ def _greatest(everywhere: NamedSharding) -> Any:
     return jax.jit(jnp.max, out_shardings=everywhere)
 
 
-def read_answer(
-    answer: Any, meeting: Meeting, layout: RankPlacement, step: int, timeout_s: float
-) -> int:
-    """The state that `ask` asked for.
+def _is_idle(device: Any) -> bool:
+    """Whether a device does what it is asked at once, as far as a millisecond can tell."""
+    if device.platform == "cpu":
+        return True  # it has no time of its own, apart from the host's, that could be wasted
+    count, start = _probe(device), time.monotonic()
+    asked = count[0](count[1])
+    while not asked.is_ready():
+        if time.monotonic() - start > 1e-3:
+            return False
+    return True
 
-    Raises:
-        RuntimeError: it has not come within `timeout_s`; names the processes that do not wait too.
-    """
-    if isinstance(answer, int):
-        return answer
-    # Asking the devices is free but bounds nothing; asking the service is bounded but a round trip.
-    # So the devices are polled, and the service only where a step takes conspicuously long.
-    stalled = meeting.aside("stalled")
-    grace = min(timeout_s / 4, 10.0)
-    reason = ""
-    start = time.monotonic()
-    look, pause = start + grace / 2, 1e-4
-    while not answer.is_ready():
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-2)
-        now = time.monotonic()
-        if now - start > timeout_s:
-            stalled.call()  # those who started to wait later need not wait as long to be told
-            break
-        if now > look:
-            if stalled.called():
-                break
-            look = now + grace / 2
-    else:
-        try:
-            return int(answer.addressable_data(0))
-        except jax.errors.JaxRuntimeError as error:
-            # over gloo only some get this when a process is killed: they tell the rest
-            reason = f"the devices say: {str(error).splitlines()[0]}"
-            stalled.call()
 
-    def judge(said: dict[int, str]) -> str:
-        absent = [process for process in layout.processes if process not in said]
-        who = f"{name_holders(absent, layout)} absent" if absent else "all ranks waited"
-        return (
-            f"join_batches: {who} at step {step}, {reason or f'after {timeout_s:g} s'}. Look at "
-            "the logs of the absent: they are gone, have left the loop, or their stream is slow; "
-            "timeout_s gives more time."
-        )
-
-    raise RuntimeError(stalled.conclude("", judge, timeout_s=grace))
+@cache
+def _probe(device: Any) -> tuple[Any, Any]:
+    return jax.jit(lambda x: x + 1), jax.device_put(np.int32(0), device)
 
 
 def raise_failure(

@@ -4,12 +4,16 @@ No device takes part, so a process that is late or gone is named where a collect
 is the only file that touches the client of `jax.distributed`.
 """
 
+import json
 import math
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from threading import Lock
-from typing import Any
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+from typing import Any, TypeVar, cast
 
 import jax
 from jax._src import distributed  # the client has no public name; Orbax takes it from here too
@@ -17,6 +21,7 @@ from jax._src import distributed  # the client has no public name; Orbax takes i
 from jax_ddp_weighting._arguments import list_some
 
 _ROOT = "jax_ddp_weighting"
+T = TypeVar("T")
 
 
 def this_process() -> tuple[int, int]:
@@ -57,69 +62,139 @@ class Meeting:
     among: tuple[int, ...]
 
     def conclude(
-        self, said: str, judge: Callable[[dict[int, str]], str], *, timeout_s: float
+        self,
+        said: str,
+        judge: Callable[[dict[int, str]], str],
+        *,
+        timeout_s: float,
+        log: Callable[[str], None] | None = None,
     ) -> str:
         """What `judge` makes of what everybody said: the same text for all of them.
 
         The rule: the last process to speak judges; if somebody's time is up before, that one judges
         without those who are missing, and their word comes too late. The first conclusion stands.
-        Each process makes four calls to the service, whatever their number, and the one that judges
-        reads what all have said.
+        Each process makes four calls to the service, whatever their number, and one more for each
+        second that it waits; the one that judges reads what all have said.
+
+        Process 0 holds the service, and ends everybody's calls when it leaves. So it stays, within
+        the time left and a second at least, until all who were heard have been told.
 
         Args:
             said: what this process has to say.
             judge: makes the conclusion from a dict of process index to what it said, in which those
                 who have not spoken in time are missing. The same function everywhere.
             timeout_s: how long to wait for the others, from now.
+            log: is given the conclusion before anybody waits for others to be told it.
 
         Raises:
             RuntimeError: the service does not answer.
         """
+        log = log or (lambda conclusion: None)
         client = _client()
         if client is None or self.among == (self.index,):
-            return judge({self.index: said})
-        with _name_service():
+            conclusion = judge({self.index: said})
+            log(conclusion)
+            return conclusion
+        deadline = time.monotonic() + timeout_s
+        left = Event()
+
+        def talk() -> str:
             # said first and counted after: whoever counts up to all can read what all have said
             client.key_value_set(f"{self.folder}/said/{self.index}", said)
             spoken = client.key_value_increment(f"{self.folder}/spoken", 1)
             conclusion = None
             if spoken < len(self.among):
-                conclusion = _await(client, self._conclusion, timeout_s)
-            if conclusion is None:
-                pairs = client.key_value_dir_get(f"{self.folder}/said/")
-                heard = {int(key.rsplit("/", 1)[1]): text for key, text in pairs}
-                conclusion = self._first(client, judge(dict(sorted(heard.items()))))
-            if client.key_value_increment(f"{self.folder}/read", 1) == len(self.among):
-                client.key_value_delete(f"{self.folder}/")
-            return conclusion
+                conclusion = _await(client, self._conclusion, deadline, left)
+            if conclusion is None and not left.is_set():
+                conclusion = self._judge(client, judge)
+            return conclusion or ""  # the latter is read by nobody
+
+        try:
+            concluded = _ask_service(talk, timeout_s + _grace(timeout_s))
+        except RuntimeError:
+            raise
+        except BaseException:  # a signal's: this process leaves, and the others wait for it
+            left.set()
+            with suppress(RuntimeError):  # it may be the service that is gone; leave all the same
+                _ask_service(lambda: self._judge(client, judge, without=self.index), 1)
+            raise
+        heard, conclusion = json.loads(concluded)
+        log(conclusion)
+        self._part(client, tuple(_indices(heard)), deadline)
+        return conclusion
 
     def aside(self, subject: str) -> "Meeting":
         """Another meeting of the same processes, which need not take place."""
         return replace(self, folder=f"{self.folder} {subject}")
 
+    def leave_note(self, subject: str, text: str) -> None:
+        """A few words of this process's for whoever reads the notes on the subject."""
+        key = f"{self.folder} {subject}/{self.index}"
+        _ask_service(lambda: _client().key_value_set(key, text, allow_overwrite=True))
+
+    def read_notes(self, subject: str) -> dict[int, str]:
+        """The notes on a subject, by process."""
+        pairs = _ask_service(lambda: _client().key_value_dir_get(f"{self.folder} {subject}/"))
+        return {int(key.rsplit("/", 1)[1]): text for key, text in pairs}
+
     def call(self) -> None:
         """Asks the others to come, if they look."""
-        with _name_service():
-            _client().key_value_set(f"{self.folder}/called/yes", "", allow_overwrite=True)
+        key = f"{self.folder}/called/yes"
+        _ask_service(lambda: _client().key_value_set(key, "", allow_overwrite=True))
 
     def called(self) -> bool:
         """Whether somebody has called."""
-        with _name_service():
-            return bool(_client().key_value_dir_get(f"{self.folder}/called/"))
+        return bool(_ask_service(lambda: _client().key_value_dir_get(f"{self.folder}/called/")))
 
     @property
     def _conclusion(self) -> str:
         return f"{self.folder}/conclusion"
 
-    def _first(self, client: Any, conclusion: str) -> str:
+    def _judge(
+        self, client: Any, judge: Callable[[dict[int, str]], str], without: int | None = None
+    ) -> str:
+        """The conclusion, and those who were heard: this process's, or what stands already."""
+        pairs = client.key_value_dir_get(f"{self.folder}/said/")
+        heard = {int(key.rsplit("/", 1)[1]): text for key, text in pairs}
+        heard.pop(without, None)  # type: ignore[arg-type]  # no process is None
+        heard = dict(sorted(heard.items()))
+        concluded = json.dumps([_runs(tuple(heard)), judge(heard)])
         # Two may judge: the last to speak, and one whose time was up. The service keeps the first.
         try:
-            client.key_value_set(self._conclusion, conclusion)
+            client.key_value_set(self._conclusion, concluded)
         except jax.errors.JaxRuntimeError as error:
             if _status(error) != "ALREADY_EXISTS":
                 raise
             return client.key_value_try_get(self._conclusion)
-        return conclusion
+        return concluded
+
+    def _part(self, client: Any, heard: tuple[int, ...], deadline: float) -> None:
+        """Goes apart: process 0 last of those who were heard."""
+        counter = f"{self.folder}/read"
+        # One counter for both: those who were heard count ones, those who came too late the rest.
+        one = 1 if self.index in heard else _LATE
+        if self.index == 0:
+            others = len(heard) - (0 in heard)
+            deadline = max(deadline, time.monotonic() + 1)
+            pause = 1e-3
+            while time.monotonic() < deadline:
+                # at process 0 the service is next door: asking it often costs little
+                if _ask_service(partial(_count, client, counter)) % _LATE >= others:
+                    break
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        try:
+            read = _ask_service(lambda: client.key_value_increment(counter, one))
+            if read % _LATE + read // _LATE == len(self.among):
+                _ask_service(lambda: client.key_value_delete(f"{self.folder}/"))
+        except RuntimeError:
+            # Process 0 may be gone by now. It waited for this call to reach it, not for its answer
+            # to come back; and all there was to say has been said.
+            if self.index == 0:
+                raise
+
+
+_LATE = 2**32  # more than there are processes
 
 
 _lock = Lock()
@@ -186,28 +261,72 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def _await(client: Any, key: str, timeout_s: float) -> str | None:
+def _await(client: Any, key: str, deadline: float, left: Event) -> str | None:
+    """What stands at a key, once something does; None if nothing does in time."""
+    while not left.is_set():
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return None
+        try:
+            return client.blocking_key_value_get(key, max(1, round(min(remaining, 1.0) * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if _status(error) != "DEADLINE_EXCEEDED":
+                raise
+    return None
+
+
+def _count(client: Any, counter: str) -> int:
     try:
-        return client.blocking_key_value_get(key, max(1, round(timeout_s * 1000)))
+        return int(client.key_value_try_get(counter))
     except jax.errors.JaxRuntimeError as error:
-        if _status(error) != "DEADLINE_EXCEEDED":
+        if _status(error) != "NOT_FOUND":
             raise
-        return None
+        return 0
 
 
 def _status(error: Exception) -> str:
     return str(error).split(":", 1)[0]
 
 
-@contextmanager
-def _name_service() -> Iterator[None]:
+def _grace(timeout_s: float) -> float:
+    """How long the service may take to answer beyond the time that processes wait for others."""
+    return min(max(1.0, timeout_s / 4), 10.0)
+
+
+def _ask_service(talk: Callable[[], T], limit_s: float = 10.0) -> T:
+    """What `talk` returns, which makes calls to the service.
+
+    The client's calls see no signals, and ignore even their own timeouts while process 0 is
+    stopped. So they are made in a thread that can be abandoned.
+
+    Raises:
+        RuntimeError: the service answers with an error, or not within `limit_s`.
+    """
+    answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((talk(), None))
+        except BaseException as error:  # it belongs to the caller
+            answers.put((None, error))
+
+    Thread(target=run, name="coordination", daemon=True).start()
     try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
+        answer, error = answers.get(timeout=limit_s)
+    except Empty:
+        raise RuntimeError(
+            f"jax_ddp_weighting: the coordination service must answer, got nothing for "
+            f"{limit_s:g} s: process 0 does not answer. It holds the service, and is stopped or "
+            "cut off: look at its log first."
+        ) from None
+    if isinstance(error, jax.errors.JaxRuntimeError):
         raise RuntimeError(
             "jax_ddp_weighting: the coordination service must answer, got "
             f"{str(error).splitlines()[0]}. Process 0 holds it: look at its log first."
         ) from error
+    if error is not None:
+        raise error
+    return cast(T, answer)
 
 
 def _runs(indices: tuple[int, ...]) -> list[str]:
@@ -219,3 +338,10 @@ def _runs(indices: tuple[int, ...]) -> list[str]:
         else:
             runs.append([index, index + 1])
     return [f"{start}:{stop}" for start, stop in runs]
+
+
+def _indices(runs: list[str]) -> Iterator[int]:
+    """What `_runs` was given."""
+    for run in runs:
+        start, stop = map(int, run.split(":"))
+        yield from range(start, stop)

@@ -1,5 +1,7 @@
 """Where rows lie on a mesh: which ranks are this process's, and its rows as global arrays."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
@@ -74,24 +77,143 @@ class RankPlacement:
         """The ranks of this process, in ascending order."""
         return self.held.get(jax.process_index(), ())
 
-    def place_rows(self, rows: np.ndarray) -> jax.Array:
-        """The global array of which every process gives its own ranks' rows.
+    def place(self, tree: PyTree) -> PyTree:
+        """The global arrays of which every process gives its own ranks' rows.
+
+        The rule: what was given may be written again once this returns. On CPU devices it is copied
+        once, into memory that JAX then takes as it is; elsewhere the transfer is the copy, and this
+        waits for it.
 
         Args:
-            rows: `[len(local) * width, ...]`, the ranks in ascending order; of one width on all.
+            tree: a pytree of arrays `[len(local) * width, ...]` on the host, the ranks in ascending
+                order; of one width on all processes.
 
         Returns:
-            `[ranks * width, ...]`, sharded over the data axis.
+            A pytree of arrays `[ranks * width, ...]`, sharded over the data axis.
         """
-        width = len(rows) // len(self.local)
-        first_row = {rank * width: place * width for place, rank in enumerate(self.local)}
+        split = self._split if self._shares_host_memory else self._lend
+        placed = jax.tree.map(lambda rows: self.place_shards(split(rows)), tree)
+        if not self._shares_host_memory:
+            # A transfer reads the host's memory after the call that starts it has returned, through
+            # a staging buffer or not. To wait costs less than a copy for each transfer would.
+            jax.block_until_ready(placed)
+        return placed
+
+    def place_shards(self, shards: Sequence[np.ndarray]) -> jax.Array:
+        """The global array of one array `[width, ...]` for each local rank, in ascending order.
+
+        The arrays must be nobody else's, as those of `copy_aligned` are: JAX may take their memory
+        as it is, and read it for as long as the global array lives.
+        """
+        width, *shape = shards[0].shape
+        of_rank = dict(zip(self.local, shards, strict=True))
 
         def shard(index: Any) -> np.ndarray:
-            first = first_row[index[0].start or 0]
-            return rows[first : first + width]
+            return of_rank[(index[0].start or 0) // width]
 
-        shape = (self.ranks * width, *rows.shape[1:])
-        return jax.make_array_from_callback(shape, self.sharding, shard)
+        return jax.make_array_from_callback((self.ranks * width, *shape), self.sharding, shard)
+
+    @property
+    def _shares_host_memory(self) -> bool:
+        return any(device.platform == "cpu" for device in self.mesh.local_devices)
+
+    def _lend(self, rows: np.ndarray) -> list[np.ndarray]:
+        return np.split(rows, len(self.local))
+
+    def _split(self, rows: np.ndarray) -> list[np.ndarray]:
+        return [copy_aligned(each) for each in self._lend(rows)]
+
+
+# What XLA's CPU client asks of memory that it is to use as it is. A copy on this boundary is the
+# only one: from any other place XLA would copy once more, and in a thread of its own, later.
+_BOUNDARY = 64
+
+
+def empty_aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array for `place_shards`, not filled yet, of the dtype that `dtype` has on a device."""
+    dtype = device_dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _BOUNDARY, np.uint8)
+    start = -memory.ctypes.data % _BOUNDARY
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def copy_aligned(rows: np.ndarray) -> np.ndarray:
+    """A copy for `place_shards`, in the dtype that the rows have on a device."""
+    copied = empty_aligned(rows.shape, rows.dtype)
+    np.copyto(copied, rows, casting="same_kind")
+    return copied
+
+
+def device_dtype(dtype: Any) -> np.dtype:
+    """What a dtype becomes on a device: 32 bits wide at most, unless x64 is on."""
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def check_device_values(values: np.ndarray, name: str, *, caller: str) -> None:
+    """Refuses values on the host that a device cannot hold, or not whole.
+
+    Args:
+        values: an array on the host.
+        name: what it is in errors: ``"data['tokens']"``.
+        caller: who speaks in errors.
+
+    Raises:
+        TypeError: the values are no numbers.
+        ValueError: a value would be cut.
+    """
+    if not _are_numbers(values):
+        raise TypeError(
+            f"{caller}: {name} must be numbers, got {values.dtype}. Devices hold nothing else: "
+            "encode it, or look it up on the host by id."
+        )
+    check_not_cut(values, name, caller=caller)
+
+
+def check_not_cut(values: np.ndarray, name: str, *, caller: str) -> None:
+    """Refuses numbers on the host that a device would cut; looks at nothing else.
+
+    The rule: integers come through whole, and finite numbers stay finite. What a float of 64 bits
+    loses in rounding to 32 is JAX's usual conversion, and no error.
+
+    Raises:
+        ValueError: a value would be cut.
+    """
+    if not (values.size and _are_numbers(values)):
+        return
+    dtype = device_dtype(values.dtype)
+    if dtype == values.dtype:  # as nearly always: nothing is looked at
+        return
+    if dtype.kind in "iu":
+        held = np.iinfo(dtype)
+        for extreme in (values.max(), values.min()):
+            if not held.min <= extreme <= held.max:
+                raise ValueError(
+                    f"{caller}: {name} must be of at most 32 bits while x64 is off, got {extreme}. "
+                    "JAX would cut it without a word: switch jax_enable_x64 on, or give smaller "
+                    "numbers."
+                )
+        return
+    for part in (np.real(values), np.imag(values)) if dtype.kind == "c" else (values,):
+        largest = _largest(part)
+        if largest > np.finfo(np.float32).max:
+            raise ValueError(
+                f"{caller}: {name} must be within float32 while x64 is off, got {largest}. JAX "
+                "would make it infinite without a word: switch jax_enable_x64 on, or scale it."
+            )
+
+
+def _are_numbers(values: np.ndarray) -> bool:
+    return jnp.issubdtype(values.dtype, jnp.number) or values.dtype == bool
+
+
+def _largest(values: np.ndarray) -> Any:
+    """The largest finite magnitude, 0 where there is none."""
+    with np.errstate(over="ignore"):
+        largest = np.fmax(np.fmax.reduce(values, axis=None), -np.fmin.reduce(values, axis=None))
+        if not np.isfinite(largest):  # infinities and NaN are what they are; look past them
+            largest = np.abs(values[np.isfinite(values)]).max(initial=0)
+    return largest
 
 
 def id_dtype() -> Any:

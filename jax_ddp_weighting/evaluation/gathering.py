@@ -66,7 +66,8 @@ def gather_by_id(
             on its devices; or a global array, as a `Batch` has. Or a list of such, one a step, with
             `weights` and `predictions` as lists of the same length.
         weights: ``[rows]``, each finite and at least 0; None where every row counts.
-        predictions: a pytree of arrays ``[rows, ...]`` (numbers or strings) that lie as `ids` do.
+        predictions: a pytree of arrays ``[rows, ...]`` (numbers or strings) that lie as `ids` do. A
+            process without rows may give an empty list for whatever the others have.
         num_examples: how many examples there are. When given, integer ids must be exactly
             ``[0, num_examples)``, and no sorting is needed.
         to: ``"all"`` gives every process the result; ``"first"`` gives it to process 0 and None to
@@ -103,6 +104,7 @@ def gather_by_id(
         local = LocalRows(ids, weights, predictions, caller="gather_by_id")
         looks.tell({**local.describe(), "arguments": repr((num_examples, to, pad))})
     leaves = _agree_on_leaves(looks.heard, pad)
+    local.take_structure(_agree_on_structure(looks.heard))
     with allgather.together(CoverageError) as read:
         read.tell(local.read())
     counts = [each["count"] for each in read.heard]
@@ -147,11 +149,14 @@ def _agree_on_leaves(everyone: Sequence[Mapping[str, Any]], pad: Any) -> list[Le
             "A process without rows gives arrays [0, ...] of the same structure.",
         ),
     ):
-        for process, each in enumerate(everyone):
-            if each[key] != everyone[0][key]:
+        said = [
+            (process, each[key]) for process, each in enumerate(everyone) if each[key] is not None
+        ]
+        for process, value in said:
+            if value != said[0][1]:
                 raise ValueError(
                     f"gather_by_id: {noun} must be the same on every process, got "
-                    f"{everyone[0][key]} on process 0 and {each[key]} on process {process}. "
+                    f"{said[0][1]} on process {said[0][0]} and {value} on process {process}. "
                     f"{remedy}"
                 )
     # Processes without rows have no say in dtypes and shapes: what they give is made up.
@@ -160,7 +165,22 @@ def _agree_on_leaves(everyone: Sequence[Mapping[str, Any]], pad: Any) -> list[Le
         for process, each in enumerate(everyone)
         if each["rows"]
     ]
-    return agree_leaves(filled or [("", everyone[0]["leaves"])], pad, caller="gather_by_id")
+    said = [each for each in everyone if each["structure"] is not None] or everyone
+    return agree_leaves(filled or [("", said[0]["leaves"])], pad, caller="gather_by_id")
+
+
+def _agree_on_structure(everyone: Sequence[Mapping[str, Any]]) -> Any:
+    """The structure of those who have one, as JSON holds it, for those who have none."""
+    said = [each for each in everyone if each["structure"] is not None]
+    if len(said) in (0, len(everyone)):
+        return everyone[0]["spelled"]
+    if said[0]["spelled"] is None:
+        raise ValueError(
+            "gather_by_id: predictions must be dicts with string keys, lists, tuples and arrays "
+            f"where a process gives an empty list, got {said[0]['structure']}. A process without "
+            "rows gives arrays [0, ...] of the same structure."
+        )
+    return said[0]["spelled"]
 
 
 def _refuse_conflicts(conflicts: Sequence[Any], local: LocalRows) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_weights
-from jax_ddp_weighting.evaluation.predictions import dtype_name
+from jax_ddp_weighting.evaluation.predictions import dtype_name, fill_tree, spell_tree
 
 
 class Column:
@@ -117,6 +117,8 @@ class LocalRows:
         else:
             steps = [(ids, weights, predictions)]
         self._steps = [self._step(number, *step) for number, step in enumerate(steps)]
+        # An empty list says nothing of what the other processes hold: it takes their structure.
+        self._says_structure = not (isinstance(predictions, list | tuple) and not predictions)
         self._treedef = self._steps[0].treedef
         for number, step in enumerate(self._steps):
             if step.treedef != self._treedef:
@@ -134,6 +136,11 @@ class LocalRows:
         """A pytree of the structure of the predictions."""
         return jax.tree.unflatten(self._treedef, leaves)
 
+    def take_structure(self, spelled: Any) -> None:
+        """Takes the structure of other processes' predictions, where there is none here."""
+        if not self._says_structure:
+            self._treedef = jax.tree.structure(fill_tree(spelled, [0] * _count_leaves(spelled)))
+
     def describe(self) -> dict[str, Any]:
         """What other processes must know before rows travel, as JSON holds it."""
         # A step without rows says nothing of dtypes: [] is float64 to numpy, whatever is meant.
@@ -141,7 +148,8 @@ class LocalRows:
         return {
             "rows": sum(step.rows for step in self._steps),
             "global": any(step.is_global for step in self._steps),
-            "structure": str(self._treedef),
+            "structure": str(self._treedef) if self._says_structure else None,
+            "spelled": self._spell_structure(),
             "leaves": [
                 {
                     "name": name,
@@ -151,6 +159,13 @@ class LocalRows:
                 for j, name in enumerate(steps[0].names)
             ],
         }
+
+    def _spell_structure(self) -> Any:
+        try:
+            numbers = list(range(self._treedef.num_leaves))
+            return spell_tree(self.unflatten(numbers), caller=self._caller)
+        except TypeError:  # of a kind that JSON has no word for: it is compared as text alone
+            return None
 
     def read(self) -> dict[str, Any]:
         """Lays the arrays alike and reads the weights; says what the accepted rows are.
@@ -289,6 +304,13 @@ def _array(values: Any) -> Any:
     if isinstance(values, jax.Array | np.ndarray):
         return values
     return np.asarray(values)
+
+
+def _count_leaves(spelled: Any) -> int:
+    if isinstance(spelled, dict | list):
+        inside = spelled.values() if isinstance(spelled, dict) else spelled
+        return sum(map(_count_leaves, inside))
+    return int(spelled is not None)
 
 
 def _is_list_of_scalars(value: Any) -> bool:

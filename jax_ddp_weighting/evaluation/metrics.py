@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import isfinite, nan
 from typing import Any, Literal
@@ -91,6 +91,10 @@ def evaluate(
     once for a run, as long as it is the same function object: define it once and hand parameters in
     as `params`. A function made anew each epoch is compiled anew each epoch.
 
+    A rate of two sums, such as errors per word, is a `WeightedSum` of both, made by hand:
+    `WeightedSum((errors * batch.weights).sum(), (words * batch.weights).sum())`. Not
+    `weighted_sum(errors / words, words)`, in which a row of 0 words loses its errors.
+
     In a run of several processes every process must give the same number of batches, as
     `batches(plan, ...)` does whatever the number of examples.
 
@@ -113,7 +117,7 @@ def evaluate(
     Raises:
         TypeError: `metric_fn` returns anything but `WeightedSum`s, or a batch is no `Batch`.
         ValueError: a metric has no weight at all; a weight is negative, as integers are that have
-            passed 2**31 in one step; the mesh lacks the axis.
+            passed 2**31 in one step; a batch has `missing` weight; the mesh lacks the axis.
 
     Example:
         >>> def metric_fn(params, batch):
@@ -141,13 +145,22 @@ def evaluate(
     count = jax.jit(_count_accepted, out_shardings=everywhere)
     totals = _Totals()
     in_flight: deque[tuple[Any, Array]] = deque()
-    rows = 0
+    rows, filled = 0, None
     for batch in batches:
         check_batch("evaluate: batches must be Batches", batch, MAKE_OR_READ_BATCHES)
+        if batch.missing is not None:
+            raise ValueError(
+                "evaluate: batches must count the rows that are there, got Batch.missing, votes of "
+                'ranks that have ended. join_batches with convention="initial_ranks" makes them '
+                'for training; "example" counts every row of an evaluation once.'
+            )
         found = batch.weights.shape[0]
         # The first batch sets the shape that is compiled, and shorter ones are filled up to it.
         rows = rows or max(1, -(-found // ranks)) * ranks
-        filled = pad_rows(batch, max(rows, found + -found % ranks))
+        if filled is None or found:
+            filled = pad_rows(batch, max(rows, found + -found % ranks))
+        else:  # no rows, so no shapes and dtypes to go by: those before, at weight 0
+            filled = replace(filled, weights=np.zeros_like(filled.weights))
         sharding = meshes.row_sharding(mesh, axis_name)
         batch = place_batch(filled, sharding, caller="evaluate")
         in_flight.append((compiled(*first, batch), count(batch.weights)))

@@ -30,6 +30,8 @@ from jax_ddp_weighting.evaluation.predictions import (
     conflict_error,
     dtype_name,
     dtype_of,
+    fill_tree,
+    spell_tree,
 )
 from jax_ddp_weighting.sampling.plan import EpochPlan
 
@@ -79,7 +81,7 @@ def write_part(folder: _Folder, ids: Any, weights: Any, predictions: PyTree) -> 
             {"name": leaf.name, "dtypes": [dtype_name(leaf.dtype)], "shapes": [leaf.shape]}
             for leaf in leaves
         ],
-        "tree": _spell_tree(local.unflatten(list(range(len(rows))))),
+        "tree": spell_tree(local.unflatten(list(range(len(rows)))), caller="write_part"),
     }
     # The same ids make the same name, so a step that is run again writes over its own part; and
     # processes never share a file, even if they hold copies of one row.
@@ -210,7 +212,7 @@ def read_parts(
         )
     if into is not None:
         np.save(Path(into, "ids.npy"), index.ids)
-    return table.result(lambda filled: _fill_tree(tree, filled))
+    return table.result(lambda filled: fill_tree(tree, filled))
 
 
 def _open_parts(folder: _Folder) -> Iterator[tuple[Path, Any, dict[str, Any]]]:
@@ -257,28 +259,3 @@ def _allocate_files(folder: Path) -> Allocate:
         return np.lib.format.open_memmap(path, "w+", plain, shape).view(dtype)
 
     return allocate
-
-
-def _spell_tree(tree: Any) -> Any:
-    """A pytree of integers as JSON holds it."""
-    if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
-        return {"dict": {key: _spell_tree(each) for key, each in tree.items()}}
-    if type(tree) in (list, tuple):
-        return {type(tree).__name__: [_spell_tree(each) for each in tree]}
-    if tree is None or isinstance(tree, int):
-        return tree
-    raise TypeError(
-        f"write_part: predictions must be dicts with string keys, lists, tuples and arrays, got "
-        f"{type(tree).__name__}. Turn it into a dict of arrays."
-    )
-
-
-def _fill_tree(spelled: Any, leaves: list[Any]) -> Any:
-    """The pytree that `_spell_tree` spelled out, with these leaves."""
-    if not isinstance(spelled, dict):
-        return None if spelled is None else leaves[spelled]
-    ((kind, inside),) = spelled.items()
-    if kind == "dict":
-        return {key: _fill_tree(each, leaves) for key, each in inside.items()}
-    filled = [_fill_tree(each, leaves) for each in inside]
-    return tuple(filled) if kind == "tuple" else filled

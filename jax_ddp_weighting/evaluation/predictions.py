@@ -314,3 +314,32 @@ def _are_rows_alike(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.dtype.kind not in "US":
         same |= (a != a) & (b != b)  # the same bytes were sent: NaN is NaN here
     return same.reshape(len(a), -1).all(axis=1)
+
+
+def spell_tree(tree: Any, *, caller: str) -> Any:
+    """A pytree of integers as JSON holds it; `caller` speaks in errors.
+
+    Raises:
+        TypeError: it holds something other than dicts with string keys, lists and tuples.
+    """
+    if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+        return {"dict": {key: spell_tree(each, caller=caller) for key, each in tree.items()}}
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: [spell_tree(each, caller=caller) for each in tree]}
+    if tree is None or isinstance(tree, int):
+        return tree
+    raise TypeError(
+        f"{caller}: predictions must be dicts with string keys, lists, tuples and arrays, got "
+        f"{type(tree).__name__}. Turn it into a dict of arrays."
+    )
+
+
+def fill_tree(spelled: Any, leaves: list[Any]) -> Any:
+    """The pytree that `spell_tree` spelled out, with these leaves."""
+    if not isinstance(spelled, dict):
+        return None if spelled is None else leaves[spelled]
+    ((kind, inside),) = spelled.items()
+    if kind == "dict":
+        return {key: fill_tree(each, leaves) for key, each in inside.items()}
+    filled = [fill_tree(each, leaves) for each in inside]
+    return tuple(filled) if kind == "tuple" else filled

@@ -1,7 +1,7 @@
 """What was really read: slots counted by id."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from jaxtyping import Integer
 
 from jax_ddp_weighting._arguments import check_length, check_limit, check_weights, list_some
 from jax_ddp_weighting._errors import JdwError
+from jax_ddp_weighting.sampling.names import STRINGS, IdNames, read_names
 from jax_ddp_weighting.sampling.tally import Tally
 
 LISTED = 10_000
@@ -16,6 +17,7 @@ LISTED = 10_000
 
 _BLOCK = 1 << 16  # slots looked at at once: temporaries stay small beside a byte per example
 
+Id = int | str
 Rank = tuple[np.ndarray, np.ndarray | None]  # one rank's ids, and its weights if there are any
 
 
@@ -34,7 +36,8 @@ class EpochAudit:
         unique: different ids in accepted slots, of those in range.
         duplicated: id -> accepted slots, where there is more than one; in ascending order, up to
             the audit's limit.
-        omitted: ids in no accepted slot, ascending, up to the audit's limit.
+        omitted: ids in no accepted slot, ascending, up to the audit's limit; none where ids are
+            strings of which not all are known.
         out_of_range: different ids outside ``[0, num_examples)``, ascending, up to the limit.
         num_duplicated: how many ids are duplicated, listed or not.
         num_omitted: how many ids are omitted, listed or not.
@@ -43,6 +46,8 @@ class EpochAudit:
         weight_range: smallest and largest accepted weight that an id received over all its slots;
             an omitted id received 0.
         epoch: the epoch, where it is known.
+        remedy: what to do where ids are missing or come again, as the error ends; advice on tails
+            where it is None. No part of the comparison of two audits.
 
     Example:
         >>> from jax_ddp_weighting import audit_ids
@@ -58,15 +63,16 @@ duplicated (2). tail="drop" cuts the tail; tail="mask" keeps every id once.
     slots: int
     accepted: int
     unique: int
-    duplicated: Mapping[int, int]
-    omitted: tuple[int, ...]
-    out_of_range: tuple[int, ...] = ()
+    duplicated: Mapping[Id, int]
+    omitted: tuple[Id, ...]
+    out_of_range: tuple[Id, ...] = ()
     num_duplicated: int = 0
     num_omitted: int = 0
     num_out_of_range: int = 0
     per_rank: tuple[int, ...] = ()
     weight_range: tuple[float, float] = (0, 0)
     epoch: int | None = None
+    remedy: str | None = field(default=None, compare=False, repr=False)
 
     @property
     def exactly_once(self) -> bool:
@@ -93,6 +99,8 @@ duplicated (2). tail="drop" cuts the tail; tail="mask" keeps every id once.
                 f"{self.num_out_of_range} slots out of range" + _list_in_brackets(self.out_of_range)
             )
             remedy = "Ids count from zero, below num_examples."
+        elif self.remedy is not None:
+            remedy = self.remedy
         elif self.num_omitted:
             remedy = 'tail="drop" cuts the tail; tail="mask" keeps every id once.'
         else:
@@ -100,7 +108,7 @@ duplicated (2). tail="drop" cuts the tail; tail="mask" keeps every id once.
         raise CoverageError(f"{where}{', '.join(parts)}. {remedy}")
 
 
-def _list_in_brackets(ids: Sequence[int], count: int | None = None) -> str:
+def _list_in_brackets(ids: Sequence[Id], count: int | None = None) -> str:
     return f" ({list_some(ids, count)})" if ids else ""
 
 
@@ -111,6 +119,7 @@ def audit_ids(
     weights: Any = None,
     epoch: int | None = None,
     limit: int = LISTED,
+    names: Iterable[str] | None = None,
 ) -> EpochAudit:
     """What some slots covered, counted by id.
 
@@ -118,19 +127,22 @@ def audit_ids(
     pass where weights differ and ids come several times.
 
     Args:
-        ids: integer ids: one array; an array ``[ranks, slots]``; or a sequence of arrays, one for
-            each rank, of any lengths.
-        num_examples: how many ids there are.
+        ids: integer ids, or strings: one array; an array ``[ranks, slots]``; or a sequence, one
+            entry for each rank, of arrays or of lists of batches of any lengths.
+        num_examples: how many ids there are. More different strings are out of range.
         weights: weights of the same form and shape, at least 0; all 1 by default.
         epoch: the epoch to name in errors.
         limit: how many ids of a kind to list; the rest are counted.
+        names: where ids are strings, all that there are: without them, omitted ones can be counted
+            but not named.
 
     Returns:
         An `EpochAudit`.
 
     Raises:
-        TypeError: ids are no integers.
-        ValueError: weights are negative, NaN, infinite, or of another shape.
+        TypeError: ids are neither integers nor strings, or some of each.
+        ValueError: weights are negative, NaN, infinite, or of another shape; or names are not as
+            many different ones as there are ids.
 
     Example:
         >>> audit = audit_ids([[0, 2, 4], [1, 3, 0]], 6)
@@ -138,11 +150,15 @@ def audit_ids(
         (6, 5, {0: 2}, (5,))
         >>> audit_ids([[0, 2, 4], [1, 3, 0]], 5, weights=[[1, 1, 1], [1, 1, 0]]).exactly_once
         True
+        >>> audit_ids(["cat", "dog", "dog"], 3, names=["cat", "cow", "dog"]).omitted
+        ('cow',)
     """
     n = check_length("audit_ids: num_examples", num_examples)
     limit = check_limit("audit_ids: limit", limit)
     rank_weights = None if weights is None else _split_by_rank("weights", weights)
     ranks = check_entries("audit_ids", _split_by_rank("ids", ids), rank_weights)
+    known = None if names is None else read_names("audit_ids", names, n)
+    ranks, known = _number_strings(ranks, known)
     tally, strays, per_rank = Tally(n), [], []
     for rank in ranks:
         accepted = 0
@@ -163,7 +179,23 @@ def audit_ids(
         weight_range=_find_weight_range(ranks, tally),
         epoch=epoch,
         limit=limit,
+        names=known,
     )
+
+
+def _number_strings(ranks: list[Rank], names: IdNames | None) -> tuple[list[Rank], IdNames | None]:
+    """Ranks whose ids are numbers, and the names of these; strings of padding get no number."""
+    if names is None and not any(ids.dtype.kind in STRINGS for ids, _ in ranks):
+        return ranks, None
+    names = IdNames() if names is None else names
+    numbered = []
+    for ids, weights in ranks:
+        accepted = slice(None) if weights is None else weights > 0
+        numbers = np.zeros(len(ids), np.int64)
+        if ids.size:
+            numbers[accepted] = names.number(ids[accepted])
+        numbered.append((numbers, weights))
+    return numbered, names
 
 
 def _split_by_rank(name: str, values: Any) -> list[np.ndarray]:
@@ -171,7 +203,7 @@ def _split_by_rank(name: str, values: Any) -> list[np.ndarray]:
     # A plain list of ids is one rank's, and is made an array as a whole; of a list of arrays each
     # is a rank, whatever its length, where `np.asarray` would ask for equal ones.
     if isinstance(values, Sequence) and not all(isinstance(value, int) for value in values):
-        arrays = [np.asarray(value) for value in values]
+        arrays = [_flatten(name, value) for value in values]
         if all(array.ndim for array in arrays):
             return arrays
     array = np.asarray(values)
@@ -183,16 +215,31 @@ def _split_by_rank(name: str, values: Any) -> list[np.ndarray]:
     return list(array) if array.ndim == 2 else [array]
 
 
+def _flatten(name: str, values: Any) -> np.ndarray:
+    """One rank's values as one array, be they batches of unequal length."""
+    try:
+        return np.asarray(values)
+    except ValueError:  # numpy's word for lists of unequal length
+        parts = [np.ravel(_flatten(name, value)) for value in values]
+    return np.concatenate([part for part in parts if part.size])
+
+
 def check_entries(
     function: str, ids: list[np.ndarray], weights: list[np.ndarray] | None
 ) -> list[Rank]:
     """Every rank's ids and weights, flat, of one length, and such as they must be."""
+    ids = [_read_strings(rank_ids) for rank_ids in ids]
     for rank_ids in ids:
-        if rank_ids.size and rank_ids.dtype.kind not in "iu":
+        if rank_ids.size and rank_ids.dtype.kind not in "iu" + STRINGS:
             raise TypeError(
                 f"{function}: ids must be integers, got {rank_ids.dtype}. Give them in an integer"
-                " dtype, which holds 64 bits at most."
+                " dtype, which holds 64 bits at most, or as strings."
             )
+    if len({rank_ids.dtype.kind in STRINGS for rank_ids in ids if rank_ids.size}) > 1:
+        raise TypeError(
+            f"{function}: ids must be all integers or all strings, got some of each. One kind names"
+            " an example."
+        )
     # numpy makes floats of an empty list; no ids at all are ids of any type
     flat = [np.ravel(r) if r.size else np.zeros(0, np.int64) for r in ids]
     if weights is None:
@@ -210,6 +257,13 @@ def check_entries(
     return list(zip(flat, map(np.ravel, weights), strict=True))
 
 
+def _read_strings(ids: np.ndarray) -> np.ndarray:
+    """Python's strings in an array of objects as numpy's; everything else as it is."""
+    if ids.dtype.kind == "O" and ids.size and all(isinstance(each, str) for each in ids.flat):
+        return ids.astype(str)
+    return ids
+
+
 def _show_shape(shapes: list[tuple[int, ...]]) -> str:
     return str(shapes[0]) if len(shapes) == 1 else f"by rank {list_some(shapes)}"
 
@@ -223,18 +277,33 @@ def audit_tally(
     limit: int,
     weight_range: tuple[float, float] | None = None,
     strays: Sequence[Integer[np.ndarray, " slots"]] = (),
+    names: IdNames | None = None,
+    remedy: str | None = None,
 ) -> EpochAudit:
     """What a tally has met, and ids that it could not meet; each meeting weighs 1 by default."""
     repeated, counts = tally.repeated()
+    # Numbers are ascending, so that the first few can be listed without the rest. Names are
+    # ascending when they are sorted, and only then cut.
+    first = limit if names is None else None
+    times: dict[Id, int] = dict(
+        zip(repeated[:first].tolist(), counts[:first].tolist(), strict=True)
+    )
     # as Python's integers: numpy makes floats of int64 beside uint64
-    beyond = {stray for block in strays for stray in np.unique(block)[:limit].tolist()}
+    beyond: set[Id] = {stray for block in strays for stray in np.unique(block)[:first].tolist()}
+    omitted: list[Id] = []
+    if names is None or len(names) >= tally.num_examples:  # or nobody knows what is missing
+        omitted = tally.unmet(limit).tolist()
+    if names is not None:
+        text: Any = names.list_all()
+        times = {text[number]: count for number, count in times.items()}
+        beyond, omitted = {text[each] for each in beyond}, [text[each] for each in omitted]
     return EpochAudit(
         num_examples=tally.num_examples,
         slots=slots,
         accepted=sum(per_rank),
         unique=tally.unique,
-        duplicated=dict(zip(repeated[:limit].tolist(), counts[:limit].tolist(), strict=True)),
-        omitted=tuple(tally.unmet(limit).tolist()),
+        duplicated={each: times[each] for each in sorted(times)[:limit]},
+        omitted=tuple(sorted(omitted)),
         out_of_range=tuple(sorted(beyond)[:limit]),
         num_duplicated=len(repeated),
         num_omitted=tally.num_examples - tally.unique,
@@ -242,6 +311,7 @@ def audit_tally(
         per_rank=per_rank,
         weight_range=_find_meetings_range(tally) if weight_range is None else weight_range,
         epoch=epoch,
+        remedy=remedy,
     )
 
 

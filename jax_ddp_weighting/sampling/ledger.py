@@ -3,34 +3,48 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
 
-from jax_ddp_weighting._arguments import check_epoch, check_length, check_limit, list_some
+from jax_ddp_weighting._arguments import (
+    check_epoch,
+    check_length,
+    check_limit,
+    check_seed,
+    list_some,
+)
 from jax_ddp_weighting._files import open_whole
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_tally, check_entries
+from jax_ddp_weighting.sampling.names import STRINGS, IdNames, read_names
+from jax_ddp_weighting.sampling.order import keyed_order
+from jax_ddp_weighting.sampling.plan import EpochPlan
 from jax_ddp_weighting.sampling.tally import Tally
 
 _LEDGER = b"jax_ddp_weighting ledger 1\n"
 _CHECKSUM = 32  # bytes
+_BLOCK = 1 << 16  # places of an order looked up at once
 
 
 class Ledger:
     """What training really consumed of one epoch: added batch by batch, merged over processes.
 
-    A byte per example, and more only for ids consumed again. It remembers ids and not weights: the
-    `weight_range` of its audit counts every accepted slot as 1.
+    A byte per example, and more only for ids consumed again, and for strings as ids. It remembers
+    ids and not weights: the `weight_range` of its audit counts every accepted slot as 1.
 
     Args:
         num_examples: how many ids there are.
         epoch: the epoch that is kept, named in errors and compared on merging.
+        names: where ids are strings, all that there are, in the order of the data set: without
+            them, ids that are due can be counted but not named.
 
     Raises:
-        TypeError: an argument is no integer.
-        ValueError: an argument is out of range.
+        TypeError: an argument is no integer, or a name no string.
+        ValueError: an argument is out of range, or names are not `num_examples` different ones.
 
     Example:
         >>> ledger = Ledger(6, epoch=0)
@@ -41,10 +55,17 @@ class Ledger:
         >>> ledger.check_exactly_once()
     """
 
-    def __init__(self, num_examples: int, *, epoch: int | None = None) -> None:
+    def __init__(
+        self,
+        num_examples: int,
+        *,
+        epoch: int | None = None,
+        names: Iterable[str] | None = None,
+    ) -> None:
         self.num_examples = check_length("Ledger: num_examples", num_examples)
         self.epoch = None if epoch is None else check_epoch("Ledger: epoch", epoch)
         self._tally = Tally(self.num_examples)
+        self._names = None if names is None else read_names("Ledger", names, self.num_examples)
 
     @property
     def accepted(self) -> int:
@@ -60,19 +81,22 @@ class Ledger:
         """Enter some slots: a batch, or any part of one.
 
         Args:
-            ids: integer ids of any shape. Of a global array of JAX, such as `batch.ids`, the rows
-                that this process holds are entered, and of those that several processes hold the
-                first copy, so that the merged ledgers of all processes hold each row once.
+            ids: integer ids, or strings, of any shape. Of a global array of JAX, such as
+                `batch.ids`, the rows that this process holds are entered, and of those that several
+                processes hold the first copy, so that the merged ledgers of all processes hold each
+                row once.
             weights: weights of that shape, at least 0; slots of weight 0 are not entered.
 
         Raises:
-            TypeError: ids are no integers.
-            ValueError: ids are out of range, or weights are of another shape, negative or not
-                finite. Nothing was entered then.
+            TypeError: ids are neither integers nor strings, or not of the kind of those before.
+            ValueError: ids are out of range, or more different strings than there are examples; or
+                weights are of another shape, negative or not finite. Nothing was entered then.
         """
         one_rank = None if weights is None else [_take_held(weights)]
         ((flat, flat_weights),) = check_entries("Ledger.add", [_take_held(ids)], one_rank)
         entered = flat if flat_weights is None else flat[flat_weights > 0]
+        if entered.size and (entered.dtype.kind in STRINGS or self._names is not None):
+            entered = self._number("Ledger.add", entered)
         strays = entered[(entered < 0) | (entered >= self.num_examples)]
         if strays.size:
             raise ValueError(
@@ -80,6 +104,26 @@ class Ledger:
                 " The ledger is for another dataset, or the ids are positions."
             )
         self._tally.add(entered)
+
+    def _number(self, function: str, ids: np.ndarray) -> np.ndarray:
+        """The numbers of string ids, if this ledger can hold them."""
+        names = self._names
+        if ids.dtype.kind not in STRINGS or (names is None and self.accepted):
+            before, now = ("strings", "integers") if names is not None else ("integers", "strings")
+            raise TypeError(
+                f"{function}: ids must be {before}, as before, got {now}. One kind names an"
+                " example."
+            )
+        names = IdNames() if names is None else names
+        new = names.find_new(ids)
+        if len(names) + len(new) > self.num_examples:
+            raise ValueError(
+                f"{function}: ids must be {self.num_examples} different strings at most, or those"
+                f" that were named, got {list_some(new)} beside {len(names)}. The ledger is for"
+                " another dataset."
+            )
+        self._names = names
+        return names.number(ids)
 
     def merge(self, other: "Ledger") -> None:
         """Enter all that another rank's ledger of this epoch holds.
@@ -93,13 +137,92 @@ class Ledger:
                     f"Ledger.merge: {name} must be that of this ledger, {getattr(self, name)}, got"
                     f" {getattr(other, name)}. Ledgers of one epoch of one dataset can be merged."
                 )
-        self._tally.merge(other._tally)
+        theirs = other._tally
+        if other.accepted and (self._names is not None or other._names is not None):
+            # each ledger numbers strings as it meets them
+            held = np.zeros(1, int) if other._names is None else np.array(other._names.list_all())
+            theirs = theirs.renumbered(self._number("Ledger.merge", held))
+        self._tally.merge(theirs)
 
-    def due(self, *, limit: int | None = None) -> Int64[np.ndarray, " ids"]:
-        """The ids that no accepted slot has held yet, ascending: all, or the first `limit`."""
-        if limit is None:
-            return self._tally.unmet(self.num_examples)
-        return self._tally.unmet(check_limit("Ledger.due: limit", limit))
+    def due(
+        self,
+        plan: EpochPlan | None = None,
+        *,
+        limit: int | None = None,
+        reshuffle: int | None = None,
+    ) -> np.ndarray:
+        """The ids that no accepted slot has held yet: what is left to read of the epoch.
+
+        With a plan they come in the epoch's own order, the one that training was reading, so that
+        `EpochPlan.from_order` goes on with it; without one, ascending.
+
+        Args:
+            plan: the plan that was read; of the ids, those that its order holds.
+            limit: how many to give at most; all by default.
+            reshuffle: a seed to shuffle them by; by default they are not shuffled.
+
+        Returns:
+            int64 ids, or strings, ``[ids]``, each once.
+
+        Raises:
+            TypeError: `plan` is no plan, or a number is none.
+            ValueError: the plan is of another number of examples, or the epoch is not known; or ids
+                are strings of which not all are known.
+
+        Example:
+            >>> plan = EpochPlan(6, num_replicas=1, batch_size=2)
+            >>> plan.slots(0, rank=0).ids
+            array([4, 0, 3, 5, 2, 1])
+            >>> ledger = Ledger(6, epoch=0)
+            >>> ledger.add(plan.batch(0, step=0).ids)
+            >>> ledger.due(plan), ledger.due()
+            (array([3, 5, 2, 1]), array([1, 2, 3, 5]))
+        """
+        most = self.num_examples if limit is None else check_limit("Ledger.due: limit", limit)
+        if self._names is not None and len(self._names) < self.num_examples:
+            raise ValueError(
+                f"Ledger.due: names must be known to say which ids are due, got {len(self._names)}"
+                f" of {self.num_examples}. Make the ledger with names=, all string ids; num_due"
+                " counts without them."
+            )
+        wanted = most if reshuffle is None else self.num_examples
+        due = self._tally.unmet(wanted) if plan is None else self._find_due(plan, wanted)
+        if reshuffle is not None:
+            seed = check_seed("Ledger.due: reshuffle", reshuffle)
+            places = np.arange(len(due))
+            due = due[keyed_order(places, len(due), seed=seed, epoch=self.epoch or 0)][:most]
+        return due if self._names is None else np.array(self._names.list_all())[due]
+
+    def _find_due(self, plan: EpochPlan, wanted: int) -> Int64[np.ndarray, " ids"]:
+        """The first ids of the plan's order that are due."""
+        if not isinstance(plan, EpochPlan):
+            raise TypeError(
+                f"Ledger.due: plan must be an EpochPlan, got {type(plan).__name__}. A sampler's is"
+                " its `plan`."
+            )
+        if plan.num_examples != self.num_examples:
+            raise ValueError(
+                f"Ledger.due: plan must be of {self.num_examples} examples, as the ledger, got"
+                f" {plan.num_examples}. The ids of another data set are others."
+            )
+        if self.epoch is None:
+            raise ValueError(
+                "Ledger.due: epoch must be known for its order, got None. Make the ledger as"
+                f" Ledger({self.num_examples}, epoch=...)."
+            )
+        # one rank reads the whole order, whatever part of it the plan itself had left
+        order = replace(plan, num_replicas=1, batch_size=1, tail="mask", start=0, only_epoch=None)
+        due = [np.zeros(0, np.int64)]
+        for start in range(0, order.epoch_length, _BLOCK):
+            stop = min(start + _BLOCK, order.epoch_length)
+            ids = order.slots(self.epoch, 0, start=start, stop=stop).ids
+            due.append(ids[~self._tally.have_met(ids)])
+            if sum(map(len, due)) >= wanted and isinstance(order.order, str):
+                break
+        found = np.concatenate(due)
+        if not isinstance(order.order, str):  # where one's own order repeats an id, once is enough
+            found = found[np.sort(np.unique(found, return_index=True)[1])]
+        return found[:wanted]
 
     def audit(self, *, limit: int = LISTED) -> EpochAudit:
         """What has been consumed so far, as `audit_ids` would say it."""
@@ -110,6 +233,10 @@ class Ledger:
             per_rank=(self.accepted,),
             epoch=self.epoch,
             limit=limit,
+            names=self._names,
+            remedy="due() gives what is still to be read."
+            if self.num_due
+            else "What was consumed again was counted again; no tail does that.",
         )
 
     def check_exactly_once(self) -> None:
@@ -123,10 +250,15 @@ class Ledger:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ledger to a file, whole or not at all: an older file stays until then.
 
-        An eighth of a byte per example, and 16 bytes for each id consumed again.
+        An eighth of a byte per example, 16 bytes for each id consumed again, and strings as they
+        are. Any number of threads and processes may save to one path: one of them is there, whole.
         """
-        header = json.dumps({"num_examples": self.num_examples, "epoch": self.epoch})
-        content = _LEDGER + header.encode() + b"\n" + self._tally.to_bytes()
+        header: dict[str, Any] = {"num_examples": self.num_examples, "epoch": self.epoch}
+        if self._names is not None:
+            header["names"] = (
+                self._names.list_all()
+            )  # on the header's one line: JSON escapes others
+        content = _LEDGER + json.dumps(header).encode() + b"\n" + self._tally.to_bytes()
         with open_whole(path) as file:
             file.write(content)
             file.write(hashlib.blake2b(content, digest_size=_CHECKSUM).digest())
@@ -151,8 +283,11 @@ class Ledger:
                 f"Ledger.load: path must hold a whole ledger, got {os.fspath(path)} of {len(data)}"
                 " bytes whose checksum is wrong. It was cut short or altered; load another save."
             )
-        header, tallied = content[len(_LEDGER) :].split(b"\n", 1)
-        ledger = cls(**json.loads(header))
+        line, tallied = content[len(_LEDGER) :].split(b"\n", 1)
+        header = json.loads(line)
+        names = header.pop("names", None)
+        ledger = cls(**header)
+        ledger._names = None if names is None else IdNames(names)
         ledger._tally = Tally.from_bytes(ledger.num_examples, tallied)
         return ledger
 

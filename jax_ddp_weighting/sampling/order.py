@@ -2,8 +2,9 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, Integer
@@ -216,34 +217,42 @@ class GivenOrder:
     Args:
         ids: integer ids of shape ``[entries]``, at least 0: a permutation, or a part of one.
         repeats: allow an id to come several times, as where one draws with replacement.
+        caller: who speaks in errors: this class is nobody's own.
 
     Raises:
-        TypeError: ids are no integers.
+        TypeError: ids are no integers, or come from something that can be read but once.
         ValueError: ids are negative, not in one row, or come twice unasked.
     """
 
-    ids: np.ndarray  # whatever is given; int64[entries] once it is checked
+    ids: Any  # whatever is given; int64[entries] once it is checked
     repeats: bool = False
     digest: str = field(init=False)
+    caller: InitVar[str] = "EpochPlan.from_order"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, caller: str) -> None:
         ids = np.asarray(self.ids)
+        if ids.dtype == object and not ids.ndim:  # numpy wraps whatever it cannot read
+            raise TypeError(
+                f"{caller}: ids must be an array or a sequence, got a"
+                f" {type(self.ids).__name__}. Make a list of it: an order is read many times."
+            )
         if ids.ndim != 1:
-            raise ValueError(f"GivenOrder: ids must have one axis, got shape {ids.shape}.")
+            raise ValueError(f"{caller}: ids must have one axis, got shape {ids.shape}.")
         if ids.size and ids.dtype.kind not in "iu":
-            raise TypeError(f"GivenOrder: ids must be integers, got {ids.dtype}.")
+            raise TypeError(f"{caller}: ids must be integers, got {ids.dtype}.")
         ids = ids.astype(np.int64)  # a copy: the caller's array may change
         if ids.size and ids.min() < 0:
             raise ValueError(
-                f"GivenOrder: ids must be at least 0, got {ids.min()}. Ids count from zero."
+                f"{caller}: ids must be at least 0, got {ids.min()}. Ids count from zero."
             )
         if not self.repeats:
             ascending = np.sort(ids)
             again = np.unique(ascending[1:][ascending[1:] == ascending[:-1]])
             if again.size:
                 raise ValueError(
-                    f"GivenOrder: ids must name every example once, got {list_some(again)} more"
-                    " than once. Pass repeats=True for an order drawn with replacement."
+                    f"{caller}: ids must name every example once, got"
+                    f" {list_some(again)} more than once. Pass repeats=True for an order drawn with"
+                    " replacement."
                 )
         ids.flags.writeable = False
         digest = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8).hexdigest()

@@ -26,6 +26,8 @@ from jax_ddp_weighting.sampling.order import GivenOrder, keyed_order, torch_orde
 Tail = Literal["mask", "repeat", "drop"]
 Order = Literal["keyed", "torch"]
 
+_PLACES = "It counts places of the epoch's order."
+
 
 @dataclass(frozen=True)
 class Slots:
@@ -71,6 +73,10 @@ class EpochPlan:
         order: "keyed", at the cost of the rows asked for; or "torch", exactly torch's, for which
             the epoch's whole order is made once and kept. `from_order` takes one of your own.
 
+        start: places of the order that were read before, see `resumed`: rank ``r`` reads
+            ``order[start:][r::num_replicas]``, and "an epoch" is the rest of one.
+        only_epoch: the one epoch that `start` belongs to; any epoch where it is None.
+
     Raises:
         TypeError: an argument is of another type.
         ValueError: an argument is out of range, or unknown.
@@ -91,6 +97,8 @@ class EpochPlan:
     seed: int = 0
     tail: Tail = "mask"
     order: Order | GivenOrder = "keyed"
+    start: int = 0
+    only_epoch: int | None = None
 
     def __post_init__(self) -> None:
         remedy = "It is the number of rows per rank and step."
@@ -120,6 +128,19 @@ class EpochPlan:
             raise ValueError(
                 'EpochPlan: num_examples must be below 2**31 with order="torch", got'
                 f' {self.num_examples}. order="keyed" takes up to 2**62.'
+            )
+        self._check_start()
+
+    def _check_start(self) -> None:
+        start = check_up_to("EpochPlan: start", self.start, self.epoch_length, _PLACES)
+        object.__setattr__(self, "start", start)
+        if self.only_epoch is not None:
+            epoch = check_epoch("EpochPlan: only_epoch", self.only_epoch)
+            object.__setattr__(self, "only_epoch", epoch)
+        elif start:  # every later epoch would lose the same places, without a word
+            raise ValueError(
+                f"EpochPlan: only_epoch must be given with a start, got start={start} alone. Write"
+                " plan.resumed(epoch, position)."
             )
 
     def _check_given(self, order: GivenOrder) -> None:
@@ -173,9 +194,70 @@ class EpochPlan:
             >>> plan.audit(0).omitted
             (0, 1, 2, 4, 6, 8, 9)
         """
-        order = GivenOrder(np.asarray(ids), repeats)
+        order = GivenOrder(ids, repeats)
         length = len(order.ids) if num_examples is None else num_examples
         return cls(length, num_replicas, batch_size, shuffle=False, tail=tail, order=order)
+
+    def resumed(
+        self,
+        epoch: int,
+        position: int,
+        *,
+        num_replicas: int | None = None,
+        batch_size: int | None = None,
+    ) -> "EpochPlan":
+        """The plan for the rest of an epoch, on any number of ranks and in batches of any size.
+
+        What is left of the order is dealt out anew from its first place on, in its own order: with
+        ``tail="mask"``, what was read before and what this plan reads is every id once. The epochs
+        after it are those of the whole plan, with the new numbers.
+
+        Args:
+            epoch: the epoch that was stopped; the plan knows no other.
+            position: how many places of the epoch's order have been read, from `position`, or as
+                the state of a `DistributedSampler` has it.
+            num_replicas: number of ranks from now on; as before by default.
+            batch_size: rows per rank and step from now on; as before by default.
+
+        Returns:
+            An `EpochPlan` whose steps count from 0 again.
+
+        Raises:
+            TypeError: a number is none.
+            ValueError: the order has no such position, or a number is out of range.
+
+        Example:
+            >>> plan = EpochPlan(16, num_replicas=4, batch_size=1, shuffle=False)
+            >>> rest = plan.resumed(0, plan.position(step=2), num_replicas=3, batch_size=2)
+            >>> rest.batch(epoch=0, step=0).ids.tolist()
+            [[8, 11], [9, 12], [10, 13]]
+        """
+        place = check_up_to("EpochPlan.resumed: position", position, self.epoch_length, _PLACES)
+        return replace(
+            self,
+            start=place,
+            only_epoch=epoch,
+            num_replicas=self.num_replicas if num_replicas is None else num_replicas,
+            batch_size=self.batch_size if batch_size is None else batch_size,
+        )
+
+    def position(self, step: int) -> int:
+        """Places of the epoch's order that have been read before a step: what to resume from.
+
+        Args:
+            step: the next step to read, in ``[0, steps_per_epoch]``.
+
+        Raises:
+            ValueError: the epoch has no such step.
+        """
+        step = check_up_to("EpochPlan.position: step", step, self.steps_per_epoch)
+        if step == self.steps_per_epoch:  # what tail="drop" leaves out is no rest either
+            return self.epoch_length
+        return self.start + step * self.num_replicas * self.batch_size
+
+    @property
+    def _left(self) -> int:
+        return self.epoch_length - self.start
 
     @property
     def epoch_length(self) -> int:
@@ -187,21 +269,21 @@ class EpochPlan:
         """Slots per rank and epoch, before short last batches are filled."""
         if self.tail == "drop":  # whole steps, where torch would cut to whole rounds of ranks
             return self.steps_per_epoch * self.batch_size
-        return -(-self.epoch_length // self.num_replicas)
+        return -(-self._left // self.num_replicas)
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of every rank in an epoch: the same number on all of them."""
         rows = self.num_replicas * self.batch_size
         if self.tail == "drop":
-            return self.epoch_length // rows
-        return -(-self.epoch_length // rows)
+            return self._left // rows
+        return -(-self._left // rows)
 
     @property
     def accepted_per_epoch(self) -> int:
         """Slots of weight 1 in an epoch, over all ranks: the first places of the order."""
         if self.tail == "mask":
-            return self.epoch_length
+            return self._left
         return self.num_samples * self.num_replicas
 
     @property
@@ -258,7 +340,7 @@ class EpochPlan:
         Raises:
             ValueError: the plan has no such epoch, rank or slots.
         """
-        epoch = check_epoch("EpochPlan.slots: epoch", epoch)
+        epoch = self.check_epoch("EpochPlan.slots", epoch)
         rank = check_rank("EpochPlan.slots: rank", rank, self.num_replicas)
         last = self.num_samples
         stop = last if stop is None else stop
@@ -284,11 +366,11 @@ class EpochPlan:
         Raises:
             ValueError: the plan has no such epoch, step or rank.
         """
-        epoch = check_epoch("EpochPlan.batch: epoch", epoch)
+        epoch = self.check_epoch("EpochPlan.batch", epoch)
         start = self._check_step("EpochPlan.batch: step", step) * self.batch_size
         if ranks is None:
             wanted = np.arange(self.num_replicas)
-        elif isinstance(ranks, int):
+        elif np.ndim(ranks) == 0:
             raise TypeError(
                 f"EpochPlan.batch: ranks must be a sequence of ranks, got {ranks}."
                 f" Write [{ranks}] for one."
@@ -314,26 +396,27 @@ class EpochPlan:
         Raises:
             ValueError: there is no such epoch.
         """
-        epoch = check_epoch("EpochPlan.audit: epoch", epoch)
+        epoch = self.check_epoch("EpochPlan.audit", epoch)
         limit = check_limit("EpochPlan.audit: limit", limit)
-        # Accepted slots are the first `accepted` places, and places past the order's end begin it
-        # again. So counting needs no walk: a place is accepted `times` times, and the first
-        # `further` ones once more; only ids that are to be listed are looked up.
+        # Accepted slots are the first `accepted` places from `start` on, and places past the
+        # order's end begin it again. So counting needs no walk: a place is accepted `times` times,
+        # and the first `further` ones once more; only ids that are to be listed are looked up.
         length, accepted = self.epoch_length, self.accepted_per_epoch
         each, more = divmod(accepted, self.num_replicas)  # of the last round the first ranks
         per_rank = (each + 1,) * more + (each,) * (self.num_replicas - more)
         slots = self.num_samples * self.num_replicas
+        remedy = self._find_remedy()
         if isinstance(self.order, GivenOrder):
-            walked = audit_ids(
-                np.resize(self.order.ids, accepted), self.num_examples, epoch=epoch, limit=limit
-            )
-            return replace(walked, slots=slots, per_rank=per_rank)
+            read = np.resize(np.roll(self.order.ids, -self.start), accepted)
+            walked = audit_ids(read, self.num_examples, epoch=epoch, limit=limit)
+            return replace(walked, slots=slots, per_rank=per_rank, remedy=remedy)
         times, further = divmod(accepted, length) if length else (0, 0)
         several = (length if times > 1 else further) if times else 0
         missing = length - min(accepted, length)
         copied = np.arange(min(several, limit))
         cut = np.arange(accepted, accepted + min(missing, limit))
         counts = times + (copied < further)
+        copied, cut = ((self.start + places) % max(length, 1) for places in (copied, cut))
         duplicated = zip(self._look_up(epoch, copied).tolist(), counts.tolist(), strict=True)
         return EpochAudit(
             num_examples=self.num_examples,
@@ -347,7 +430,20 @@ class EpochPlan:
             per_rank=per_rank,
             weight_range=(times, times + (further > 0)),
             epoch=epoch,
+            remedy=remedy,
         )
+
+    def _find_remedy(self) -> str | None:
+        """What helps where an epoch does not hold every id once; None where it is the tail's."""
+        if self.start:
+            return (
+                f"This plan is the rest of an epoch, from place {self.start} of its order on; a"
+                " Ledger counts it together with what was read before."
+            )
+        order = self.order
+        if isinstance(order, GivenOrder) and (order.repeats or len(order.ids) < self.num_examples):
+            return "An order of your own is read as it is; name every id in it once."
+        return None
 
     def _take_rows(
         self, epoch: int, ranks: Int64[np.ndarray, " ranks"], start: int, stop: int
@@ -355,6 +451,7 @@ class EpochPlan:
         """Rows `start` to `stop` of some ranks, past the epoch's end too, as ``[ranks, rows]``."""
         places = np.arange(start, stop) * self.num_replicas + ranks[:, None]
         weights = (places < self.accepted_per_epoch).astype(np.int32)
+        places += self.start
         # a division for each row, and only the last step has any beyond the end
         beyond = places >= self.epoch_length
         if beyond.any():
@@ -371,6 +468,21 @@ class EpochPlan:
         if self.order == "torch":
             return _make_torch_order(self.num_examples, self.seed + epoch)[places]
         return keyed_order(places, self.num_examples, seed=self.seed, epoch=epoch)
+
+    def check_epoch(self, function: str, epoch: int) -> int:
+        """`epoch` as a Python int, if this plan has it; `function` is who asks."""
+        epoch = check_epoch(f"{function}: epoch", epoch)
+        if self.only_epoch not in (None, epoch):
+            raise ValueError(
+                f"{function}: epoch must be {self.only_epoch}, the one that this plan is the rest"
+                f" of, got {epoch}. Other epochs are read whole, by the plan that was resumed."
+            )
+        if self.order == "torch" and self.shuffle and self.seed + epoch >= 2**64:
+            raise ValueError(
+                f'{function}: seed + epoch must be below 2**64 with order="torch", got'
+                f" {self.seed} + {epoch}. torch adds the two; take a smaller seed."
+            )
+        return epoch
 
     def _check_step(self, argument: str, step: int) -> int:
         steps = self.steps_per_epoch

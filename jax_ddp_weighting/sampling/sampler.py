@@ -1,9 +1,12 @@
 """torch's face of a plan: a drop-in DistributedSampler that says what it does and can resume."""
 
 import operator
+import sys
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,10 +20,12 @@ from jax_ddp_weighting._arguments import (
     check_up_to,
 )
 from jax_ddp_weighting.sampling import adapters
+from jax_ddp_weighting.sampling.order import GivenOrder
 from jax_ddp_weighting.sampling.plan import EpochPlan, Order, Tail
 
 _CHUNK = 8192  # ids made at once while iterating: small beside an epoch, large beside a call
 _STATE_VERSION = 1
+_DEPTH = 16  # callers looked at: a loader is about five away from the ids it reads
 
 
 class DistributedSampler:
@@ -96,14 +101,13 @@ class DistributedSampler:
                 " It is kept as given."
             )
         else:
-            self.plan = EpochPlan.from_order(
-                order, ranks, 1, num_examples=length, tail=tail, repeats=repeats
-            )
+            given = GivenOrder(order, repeats, "DistributedSampler: order")
+            self.plan = EpochPlan(length, ranks, 1, shuffle=False, tail=tail, order=given)
         self.dataset = dataset
         self.rank = check_rank("DistributedSampler: rank", rank, ranks)
         self.epoch = 0
-        self._pass: _Pass | None = None  # the last that was begun
-        self._resume = (0, 0)  # an epoch, and how many slots of it were read before
+        self._pass: _Pass | None = None  # the last that was read from
+        self._rest: EpochPlan | None = None  # what was loaded, until it is read
         self._warned = False
 
     @property
@@ -137,8 +141,8 @@ class DistributedSampler:
         return self.plan.num_samples * self.plan.num_replicas
 
     def __len__(self) -> int:
-        """Ids that a whole pass yields on this rank."""
-        return self.plan.accepted_by(self.rank)
+        """Ids that the next pass yields on this rank: of a loaded position, those that are left."""
+        return self._find_plan().accepted_by(self.rank)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next pass reads; from its start, unless it was resumed.
@@ -148,6 +152,9 @@ class DistributedSampler:
             ValueError: the epoch is negative.
         """
         self.epoch = check_epoch("DistributedSampler.set_epoch: epoch", epoch)
+        order = self.plan.order
+        if epoch and isinstance(order, GivenOrder) and order.repeats:
+            self._warn_of_one_order(0)
 
     def __iter__(self) -> Iterator[int]:
         length = _find_length(self.dataset)
@@ -158,24 +165,35 @@ class DistributedSampler:
             )
         last = self._pass
         if last is not None and last.complete and last.epoch == self.epoch and self.shuffle:
-            self._warn()
-        start = self._find_resumed()
-        self._resume = (0, 0)
-        self._pass = _Pass(self.plan, self.rank, self.epoch, start)
-        return chain.from_iterable(self._pass.make_chunks())
+            self._warn(
+                f"DistributedSampler: epoch {self.epoch} is read again, in the same order."
+                " Call set_epoch(epoch) before each pass."
+            )
+        if last is not None and last.epoch != self.epoch and not isinstance(self.plan.order, str):
+            self._warn_of_one_order(last.epoch)
+        # What a pass yields is settled here, as with torch's; a loaded position is used up only
+        # when it is read from: some loaders call `iter` and throw the iterator away.
+        begun = _Pass(self._find_plan(), self.rank, self.epoch)
+        return chain.from_iterable(begun.make_chunks(self._note_reading))
 
-    def _warn(self) -> None:
+    def _note_reading(self, begun: "_Pass") -> None:
+        self._pass, self._rest = begun, None
+
+    def _find_plan(self) -> EpochPlan:
+        """What the next pass reads: the rest of an epoch if it was loaded, else a whole one."""
+        rest = self._rest
+        return self.plan if rest is None or rest.only_epoch != self.epoch else rest
+
+    def _warn_of_one_order(self, before: int) -> None:
+        self._warn(
+            f"DistributedSampler: epoch {self.epoch} reads the ids of epoch {before} again: order="
+            " holds one order, for all epochs. Make a new sampler with each epoch's own."
+        )
+
+    def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"DistributedSampler: epoch {self.epoch} is read again, in the same order."
-                " Call set_epoch(epoch) before each pass.",
-                stacklevel=3,
-            )
-
-    def _find_resumed(self) -> int:
-        epoch, slots = self._resume
-        return slots if epoch == self.epoch else 0
+            warnings.warn(text, stacklevel=3)
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
         """Where the sampler is, for every rank and any number of ranks, as plain JSON-able values.
@@ -184,48 +202,62 @@ class DistributedSampler:
         far have the same state.
 
         Args:
-            consumed: slots per rank of this epoch that training has really used. Needed where a
-                loader reads ahead; otherwise the ids yielded so far are meant.
+            consumed: slots per rank that training has really used since the pass began: at the
+                epoch's start, or at the position that was loaded. Needed where ids are read ahead,
+                as by a loader with workers; otherwise the ids yielded so far are meant.
 
         Returns:
             A dict of the epoch, the position in its order, and what decides order and tail.
 
         Raises:
-            ValueError: `consumed` is more than an epoch has.
+            ValueError: `consumed` is more than there are or were read; or it is not given where ids
+                were read ahead, and so would be lost.
         """
-        slots = self.num_samples
-        if consumed is not None:
-            remedy = "It counts this rank's slots of one epoch."
-            read = check_up_to("DistributedSampler.state_dict: consumed", consumed, slots, remedy)
-        elif self._pass is not None and self._pass.epoch == self.epoch:
-            read = self._pass.read
+        begun = self._pass if self._pass is not None and self._pass.epoch == self.epoch else None
+        if self._rest is not None and self._rest.only_epoch == self.epoch:
+            begun = None  # what was loaded is still to be read
+        plan = self._find_plan() if begun is None else begun.plan
+        argument = "DistributedSampler.state_dict: consumed"
+        if consumed is None:
+            read = 0 if begun is None else begun.read
+            ahead = None if begun is None else begun.find_ahead()
+            if ahead is not None:
+                raise ValueError(
+                    f"{argument} must be given where ids are read ahead of training, here by"
+                    f" {ahead}, got None. It counts the slots per rank that were used since the"
+                    " pass began: batches times batch_size. Between epochs, call set_epoch first."
+                )
         else:
-            read = self._find_resumed()
-        # A complete epoch has no rest, for whatever number of ranks.
-        position = self.plan.epoch_length if read >= slots else read * self.num_replicas
+            remedy = "It counts this rank's slots since the pass began."
+            read = check_up_to(argument, consumed, plan.num_samples, remedy)
+            if begun is not None and read > begun.read:
+                raise ValueError(
+                    f"{argument} must be at most what was read, {begun.read}, got {read}. {remedy}"
+                )
+        # Past its last slot an epoch has no rest, for whatever number of ranks.
         return {
             "version": _STATE_VERSION,
             "epoch": self.epoch,
-            "position": position,
+            "position": plan.position(read),
             **self.plan.fingerprint,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to where a state was saved: the next pass reads the rest of that epoch.
 
-        Any rank's state serves every rank. The number of ranks may be another one where it divides
-        the position: no id is lost, and none comes twice.
+        Any rank's state serves every rank and any number of ranks: what is left of the order is
+        dealt out anew. It holds in `len`, `indices`, `source` and `grain_sampler` too, in pickles
+        and copies, until the rest is read, or another epoch.
 
         Args:
-            state: what `state_dict` gave.
+            state_dict: what `state_dict` gave.
 
         Raises:
             TypeError: the state is no mapping, or a number in it is none.
             ValueError: the state is of another plan; the message names the field and both values.
-                Or the position lies between two rounds of this number of ranks. Nothing was
-                changed then.
+                Nothing was changed then.
         """
-        function = "DistributedSampler.load_state_dict"
+        function, state = "DistributedSampler.load_state_dict", state_dict
         if not isinstance(state, Mapping):
             raise TypeError(
                 f"{function}: state must be a mapping, got {type(state).__name__}."
@@ -247,32 +279,28 @@ class DistributedSampler:
         epoch = check_epoch(f"{function}: epoch", state["epoch"])
         length = self.plan.epoch_length
         position = check_up_to(f"{function}: position", state["position"], length)
-        if position != length and position % self.num_replicas:
-            raise ValueError(
-                f"{function}: position must be a multiple of num_replicas, {self.num_replicas},"
-                f" got {position}. Resume on a number of ranks that divides it."
-            )
-        slots = self.num_samples
-        read = slots if position == length else min(position // self.num_replicas, slots)
-        self.epoch, self._resume, self._pass = epoch, (epoch, read), None
+        rest = self.plan.resumed(epoch, position) if position else None
+        self.epoch, self._rest, self._pass = epoch, rest, None
 
     def indices(self) -> Int64[np.ndarray, " ids"]:
-        """The ids that a whole pass over this epoch yields, as one int64 array."""
-        return self.plan.slots(self.epoch, self.rank, stop=len(self)).ids
+        """The ids that the next pass yields, as one int64 array."""
+        return self._find_plan().slots(self.epoch, self.rank, stop=len(self)).ids
 
     def source(self, num_epochs: int | None = 1) -> adapters.RankIndices:
         """The ids of this and the following epochs as a source: ``grain.MapDataset.source(...)``.
 
         Args:
-            num_epochs: how many epochs; without end where it is None.
+            num_epochs: how many epochs, the rest of one that was loaded among them; without end
+                where it is None.
         """
-        return adapters.RankIndices(self.plan, self.rank, num_epochs, self.epoch)
+        return adapters.RankIndices(self._find_plan(), self.rank, num_epochs, self.epoch)
 
     def grain_sampler(self, num_epochs: int | None = 1) -> adapters.GrainSampler:
         """The ids of this and the following epochs as the `sampler=` of a grain DataLoader.
 
         Args:
-            num_epochs: how many epochs; without end where it is None.
+            num_epochs: how many epochs, the rest of one that was loaded among them; without end
+                where it is None.
         """
         return adapters.GrainSampler(self.source(num_epochs))
 
@@ -293,16 +321,22 @@ class DistributedSampler:
 
 
 class _Pass:
-    """One pass over an epoch, chunk by chunk, that knows how far its reader has come."""
+    """One pass over an epoch or its rest, that knows how far its reader has come."""
 
-    def __init__(self, plan: EpochPlan, rank: int, epoch: int, start: int) -> None:
+    def __init__(self, plan: EpochPlan, rank: int, epoch: int) -> None:
         self.plan, self.rank, self.epoch = plan, rank, epoch
         self.stop = plan.accepted_by(rank)
-        self.made = start
+        self.made = 0
         self.chunk: Iterator[int] = iter(())
         self.ended = False
+        self.thread: int | None = None  # that reads
+        self.loader: str | None = None  # that reads ahead of whoever trains
+        self.undelivered: Mapping[int, Any] | None = None  # what it has read and not handed out
 
-    def make_chunks(self) -> Iterator[Iterator[int]]:
+    def make_chunks(self, note_reading: Callable[["_Pass"], None]) -> Iterator[Iterator[int]]:
+        note_reading(self)
+        self.thread = threading.get_ident()
+        self.loader, self.undelivered = _find_loader()
         # torch's order is there as a whole anyway; one look at it, lest another pass displaces it.
         run = _CHUNK if self.plan.order == "keyed" else max(self.stop, 1)
         while self.made < self.stop:
@@ -327,6 +361,49 @@ class _Pass:
     @property
     def complete(self) -> bool:
         return self.stop > 0 and self.read >= self.stop
+
+    def find_ahead(self) -> str | None:
+        """Who reads ahead of training, so that `read` says too much; None where nobody does."""
+        if self.loader is not None:
+            # torchdata's loader saves the state of each batch as it reads, and means that
+            waiting = self.undelivered is None or len(self.undelivered)
+            return self.loader if waiting and not _is_called_by("torchdata") else None
+        if self.thread is not None and self.thread != threading.get_ident():
+            return "another thread"
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"thread": None, "undelivered": None}  # this process's own
+
+
+def _find_loader() -> tuple[str | None, Mapping[int, Any] | None]:
+    """A loader among the callers that reads ahead, and what it has read and not handed out.
+
+    A sampler is not told who reads it, and an id that waits in a loader's queue is lost to a state
+    that counts it as read. So the callers are looked at, once a pass: torch's loaders with workers
+    keep what is under way in `_task_info`; accelerate's holds one batch back.
+    """
+    for frame in _callers():
+        loader = frame.f_locals.get("self")
+        if frame.f_globals.get("__name__") == "accelerate.data_loader":
+            return "accelerate's loader", None
+        if getattr(loader, "_num_workers", 0) and hasattr(loader, "_next_index"):
+            return "a loader with workers", getattr(loader, "_task_info", None)
+    return None, None
+
+
+def _is_called_by(package: str) -> bool:
+    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in _callers())
+
+
+def _callers() -> Iterator[FrameType]:
+    """The frames of the callers, as far up as a loader may sit."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def _find_length(dataset: Sized | int) -> int:

@@ -1,7 +1,7 @@
 """How often each id has been met: exact, at about one byte per example."""
 
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Bool, Int64, Integer
 
 _BLOCK = 16_384  # ids sorted at once
 _PENDING = 1 << 20  # further meetings kept as they came, before they are summed up
@@ -63,6 +63,20 @@ class Tally:
         """How many ids have been met."""
         # every meeting is an id's first or one of the further ones: no pass over the bytes
         return self.meetings - self._num_pending - int(self._repeated[1].sum())
+
+    def have_met(self, ids: Int64[np.ndarray, " ids"]) -> Bool[np.ndarray, " ids"]:
+        """Whether each of some ids has been met."""
+        return self._met[ids]
+
+    def renumbered(self, numbers: Int64[np.ndarray, " ids"]) -> "Tally":
+        """The same meetings, renumbered: id ``i`` is ``numbers[i]``, and no later one was met."""
+        twin = Tally(self.num_examples)
+        twin._met[numbers] = self._met[: len(numbers)]
+        twin.meetings = self.meetings
+        ids, counts = self.repeated()
+        by_number = np.argsort(numbers[ids])
+        twin._repeated = numbers[ids][by_number], counts[by_number] - 1
+        return twin
 
     def unmet(self, limit: int) -> Int64[np.ndarray, " ids"]:
         """The first `limit` ids not yet met, ascending."""

@@ -20,10 +20,12 @@ from jax_ddp_weighting.testing.comparison import (
     ParityError,
     ParityReport,
     as_float64,
+    as_host,
     as_splits,
     compare,
     describe,
 )
+from jax_ddp_weighting.testing.rounding import find_largest
 from jax_ddp_weighting.weighting.loss_terms import LossFn, name_terms
 from jax_ddp_weighting.weighting.sums import WeightedSum
 
@@ -86,7 +88,7 @@ def check_additive(
     deals = _check_splits(splits, rows)
     if rtol is not None:
         check_rtol("check_additive: rtol", rtol)
-    cast = as_float64 if float64 else lambda tree: jax.tree.map(np.asarray, tree)
+    cast = as_float64 if float64 else lambda tree: jax.tree.map(as_host, tree)
     params, batch = cast(params), cast(batch)
     with jax.enable_x64(True) if float64 else nullcontext():
         sums_of = jax.jit(_take_gradients(loss_fn))
@@ -155,6 +157,11 @@ def _compare_parts(
                     {"total": term.total, "weight": term.weight, "gradient": gradient},
                 )
             ]
+        # What the parts are, not what they add up to: at an optimum that is rounding alone.
+        sizes = {
+            "total": sum(find_largest(each.total) for each in sums),
+            "gradient": sum(find_largest(own) for own in gradients),
+        }
         for got, right in pairs:
             compared = compare(
                 got,
@@ -163,7 +170,7 @@ def _compare_parts(
                 engine=engine,
                 rtol=rtol,
                 caller="check_additive",
-                scaled_by="gradient",
+                sizes=sizes,
             )
             found += [replace(each, leaf=f"{name}.{each.leaf}") for each in compared]
     return found

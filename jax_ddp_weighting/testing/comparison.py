@@ -1,6 +1,6 @@
 """Trees of numbers compared leaf by leaf, and the report of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,8 @@ class LeafDifference:
             that cancels to rounding, over the size at which it would be more than rounding.
         ratio: value over reference where it is one number throughout the leaf, else None.
         rtol: what was allowed.
+        rounded_by: the dtype narrower than the leaf's whose rounding explains the difference; empty
+            where none does.
 
     Example:
         >>> twice = LeafDifference((3, 1), "shard_map", "params['w']", (64, 10), 1.0, 2.0, 1e-5)
@@ -62,6 +64,7 @@ class LeafDifference:
     difference: float
     ratio: float | None
     rtol: float
+    rounded_by: str = ""
 
     @property
     def equal(self) -> bool:
@@ -159,7 +162,8 @@ def compare(
     engine: str,
     rtol: float | None,
     caller: str,
-    scaled_by: str,
+    sizes: Mapping[str, float],
+    narrowest: Any = None,
 ) -> list[LeafDifference]:
     """The differences of every leaf of two dicts of trees.
 
@@ -170,14 +174,16 @@ def compare(
         engine: the regime, for the report.
         rtol: the tolerance; by dtype when None.
         caller: who speaks in errors.
-        scaled_by: the entry of `right` whose largest number rounding is measured by.
+        sizes: by entry the size of numbers that its leaves are sums of, which rounding is measured
+            by; the largest of all for entries that are not named.
+        narrowest: the narrowest dtype that the numbers were computed in, where that is known.
 
     Raises:
         ValueError: the trees have different structures or shapes, or `right` is not finite.
     """
-    largest = max((_measure(leaf) for leaf in jax.tree.leaves(right[scaled_by])), default=0.0)
     found = []
     for entry, reference_tree in right.items():
+        size = sizes.get(entry, max(sizes.values(), default=0.0))
         structure = jax.tree.structure(reference_tree)
         if jax.tree.structure(got[entry]) != structure:
             raise ValueError(
@@ -202,17 +208,23 @@ def compare(
                     f"got NaN or infinity at {name}. Mend the loss before its splits: give "
                     "padding rows finite data."
                 )
-            allowed, noise = RTOL["float64"], 0.0
+            allowed, noise, own_eps = RTOL["float64"], 0.0, 0.0
             if jnp.issubdtype(dtype, jnp.inexact):
                 allowed = RTOL[jnp.finfo(dtype).dtype.name]
-                noise = _NOISE * float(jnp.finfo(dtype).eps) * largest
+                own_eps = float(jnp.finfo(dtype).eps)
+                noise = _NOISE * own_eps * size
+            eps = own_eps if narrowest is None else float(jnp.finfo(narrowest).eps)
             # of the dtype's own tolerance, so that what is reported does not depend on `rtol`
-            scale = max(_measure(b), noise / allowed)
+            scale = max(_measure(b), size if eps > own_eps else min(noise / allowed, size))
             allowed = allowed if rtol is None else rtol
             gap = float(np.max(np.abs(a - b), initial=0.0))
             difference = gap / scale if scale else gap
             ratio = _find_ratio(a, b, allowed)
-            found.append(LeafDifference(split, engine, name, a.shape, difference, ratio, allowed))
+            rounded = eps > own_eps and allowed < difference <= 2 * eps
+            rounded_by = jnp.dtype(narrowest).name if rounded else ""
+            found.append(
+                LeafDifference(split, engine, name, a.shape, difference, ratio, allowed, rounded_by)
+            )
     return found
 
 
@@ -226,10 +238,16 @@ def as_float64(tree: PyTree) -> PyTree:
     """The tree on the host, its floating point leaves in float64."""
 
     def cast(leaf: Any) -> Any:
-        leaf = np.asarray(leaf)
+        leaf = as_host(leaf)
         return leaf.astype(np.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     return jax.tree.map(cast, tree)
+
+
+def as_host(leaf: Any) -> Any:
+    """The array on the host, where keys cannot go: those stay as they are."""
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return leaf if is_key else np.asarray(leaf)
 
 
 def _find_ratio(a: np.ndarray, b: np.ndarray, rtol: float) -> float | None:

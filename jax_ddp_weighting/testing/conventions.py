@@ -134,32 +134,16 @@ SCHEMES = (
         )
     ),
     *(
-        Scheme(convention, words, _mean_of_parts(within, clamped=True, nonempty=nonempty))
-        for convention, words, within, nonempty in (
-            (
-                "mean_of_means",
-                "the mean of all microbatches' means, each divided by 1 at least",
-                _TOKENS,
-                False,
-            ),
+        Scheme(name, f"the mean of {whose} means, each divided by 1 at least", count)
+        for name, whose, count in (
+            ("mean_of_means", "all microbatches'", _mean_of_parts(_TOKENS, clamped=True)),
             (
                 "mean_of_nonempty_means",
-                "the mean of nonempty microbatches' means, each divided by 1 at least",
-                _TOKENS,
-                True,
+                "nonempty microbatches'",
+                _mean_of_parts(_TOKENS, clamped=True, nonempty=True),
             ),
-            (
-                "rank_token_mean",
-                "the mean of the ranks' means, each divided by 1 at least",
-                _RANK,
-                False,
-            ),
-            (
-                "step_token_mean",
-                "the mean of the microbatches' global means, each divided by 1 at least",
-                _STEP,
-                False,
-            ),
+            ("rank_token_mean", "the ranks'", _mean_of_parts(_RANK, clamped=True)),
+            ("step_token_mean", "the microbatches' global", _mean_of_parts(_STEP, clamped=True)),
         )
     ),
     Scheme(
@@ -259,6 +243,9 @@ def _explain_factor(powers: tuple[int, int]) -> str:
 # --- probes: weights that tell candidates apart ---------------------------------------------------
 
 
+EMPTY_STEP = "the whole step is empty"
+
+
 def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
     """Weights on which the conventions differ, by what is particular about them.
 
@@ -293,6 +280,7 @@ def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
         found["a whole rank or microbatch is empty"] = idle
     found["weights are fractions"] = fractional
     found["the step holds less weight than 1"] = little
+    found[EMPTY_STEP] = np.zeros_like(full)
     return found
 
 
@@ -319,6 +307,12 @@ def deviation(counted: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference, relative to the largest expected count."""
     gap, size = np.max(np.abs(counted - expected)), np.max(np.abs(expected))
     return float(gap / size) if size else float(np.inf if gap else 0.0)
+
+
+def round_up(number: float) -> float:
+    """The next number of one digit, a tenth above at least."""
+    digit = 10.0 ** np.floor(np.log10(number))
+    return float(f"{np.ceil(1.1 * number / digit) * digit:.1g}")
 
 
 def find_synonyms(ranks: int, microbatches: int, match: Match) -> list[str]:

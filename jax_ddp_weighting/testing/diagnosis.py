@@ -8,6 +8,7 @@ import numpy as np
 
 from jax_ddp_weighting._arguments import check_rtol
 from jax_ddp_weighting.testing.conventions import (
+    EMPTY_STEP,
     RIGHT,
     Match,
     Seen,
@@ -15,6 +16,7 @@ from jax_ddp_weighting.testing.conventions import (
     deviation,
     find_synonyms,
     matches,
+    round_up,
 )
 
 _ADVICE = {
@@ -44,6 +46,9 @@ _ADVICE = {
     "unknown": "Return weighted_sum(losses, weights) from the loss function and take the gradient "
     "with value_and_grad; then look again.",
 }
+
+# Half of what lies between two conventions on the probes: what is nearer is one of them, roughly.
+NEAR = 0.025
 
 # They part from the names before them only where something is empty, or weighs less than 1.
 _FINER = {"mean_of_nonempty_means", "clamped_weight"}
@@ -118,10 +123,11 @@ def diagnose_counts(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
         rtol: the difference allowed, relative to the largest count.
     """
     finite = {label: pair for label, pair in seen.items() if np.isfinite(pair[1]).all()}
-    notes = tuple(
-        f"the gradient is not finite where {label}." for label in seen if label not in finite
-    )
-    if not finite:
+    broken = [label for label in seen if label not in finite]
+    if len(broken) > 1 and EMPTY_STEP in broken:  # where a part breaks it, the whole says no more
+        broken.remove(EMPTY_STEP)
+    notes = tuple(f"the gradient is not finite where {label}." for label in broken)
+    if not any(label != EMPTY_STEP for label in finite):
         return unknown("a gradient that is not finite", notes=notes)
     shown = next(
         (
@@ -139,12 +145,32 @@ def diagnose_counts(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
         return _describe_unmatched(finite, rtol, notes, table)
     first = found[0]
     names = dict.fromkeys(each.convention for each in found)
+    others = tuple(name for name in names if name not in (first.convention, "unknown"))
+    # Those that say exactly the same are alternatives; those that only come close are a doubt.
+    exact = [(each, first.factor * first.scheme.counted(each)) for each, _ in finite.values()]
+    if not {each.convention for each in matches(exact, rtol=1e-9)} >= set(others):
+        return unknown(
+            f"what a tolerance of {rtol:g} is too wide to tell",
+            advice="Give a smaller rtol=.",
+            alternatives=(first.convention, *others),
+            notes=notes,
+            **table,
+        )
+    if first.convention == "global_mean" and broken:
+        return unknown(
+            f"the mean over all weight, but a gradient that is not finite where "
+            f"{' and where '.join(broken)}",
+            advice="Guard each division against a weight of exactly 0, as WeightedSum.mean does, "
+            "before the gradient is taken; and skip the step that is empty as a whole.",
+            notes=notes,
+            **table,
+        )
     return Diagnosis(
         first.convention,
         first.factor,
         _ADVICE[first.convention],
         _put_in_words(first),
-        tuple(name for name in names if name not in (first.convention, "unknown")),
+        others,
         notes,
         **table,
     )
@@ -237,7 +263,14 @@ def _describe_unmatched(
         )
     off, nearest = _find_nearest(finite)
     notes += (f"the nearest is {nearest.convention}, off by {off:.2g} of the largest count.",)
-    return unknown("none of the known conventions, or a mixture", notes=notes, **table)
+    advice = _ADVICE["unknown"]
+    if off < NEAR:
+        advice = (
+            f"Allow it rtol={round_up(off)} if it computes in bfloat16, float16 or with other "
+            "noise. If not, look for what changes the counts by so little."
+        )
+    words = "none of the known conventions, or a mixture"
+    return unknown(words, advice=advice, notes=notes, **table)
 
 
 def _find_factor(finite: Mapping[str, Seen], rtol: float) -> float | None:

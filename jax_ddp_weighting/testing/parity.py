@@ -4,9 +4,11 @@ The proof is made before any optimizer step, on every parameter's gradient. Loss
 gradients do not, and an optimizer such as Adam hides a gradient that is wrong by a factor.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import chex
@@ -23,12 +25,20 @@ from jax_ddp_weighting.testing.comparison import (
     ParityError,
     ParityReport,
     as_float64,
+    as_host,
     as_splits,
     compare,
     describe,
 )
-from jax_ddp_weighting.weighting.gradient import value_and_grad
+from jax_ddp_weighting.testing.conventions import round_up
+from jax_ddp_weighting.testing.rounding import (
+    find_largest,
+    find_narrowest,
+    measure_rows,
+)
+from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
 from jax_ddp_weighting.weighting.loss_terms import LossFn
+from jax_ddp_weighting.weighting.loss_terms import describe as describe_value
 
 # Beside the regimes proper: what `jax.pmap` becomes under `chex.fake_pmap`.
 _FAKE_PMAP = "fake_pmap"
@@ -48,6 +58,9 @@ def check_gradients(
     rtol: float | None = None,
     float64: bool = False,
     gradient: MakeGradient = value_and_grad,
+    rng: Any = None,
+    state: PyTree = None,
+    has_aux: bool = False,
 ) -> ParityReport:
     """Compares the loss and every gradient with one device that holds the whole batch.
 
@@ -55,9 +68,10 @@ def check_gradients(
     weight 0, and the gradient must not change.
 
     Args:
-        loss_fn: `loss_fn(params, batch)` returns a `WeightedSum` or a dict of them.
+        loss_fn: `loss_fn(params, batch)` returns a `WeightedSum` or a dict of them; it is called as
+            `value_and_grad` calls it where `rng`, `state` or `has_aux` are given.
         params: the parameters, a pytree of floating point arrays.
-        batch: the whole batch; rows may have any weight, 0 included.
+        batch: the whole batch; rows may have any weight, 0 included, and hold keys.
         splits: one or more ways of dealing the rows, such as `[(3, 1), (4, 0), (2, 1, 1)]`: rows
             per rank, in order. `jit`, `shard_map` and `pmap` need a device per rank.
         engines: the regimes to compare in, of `ENGINES`; and `"fake_pmap"`, which is `jax.pmap`
@@ -66,11 +80,20 @@ def check_gradients(
         microbatches: how many microbatches each rank splits its rows into.
         coefficients: one factor per term, for loss functions that return a dict.
         rtol: the difference allowed, relative to the largest entry of the leaf; by default 1e-12
-            for float64 leaves, 1e-5 for float32, 1e-2 for float16 and 5e-2 for bfloat16. Leaves
-            that cancel to rounding, units in the last place of the largest gradient, are equal.
+            for float64 leaves, 1e-5 for float32, 1e-2 for float16 and 5e-2 for bfloat16. Where rows
+            cancel, as at an optimum, what is left is rounding: differences count from some units in
+            the last place of what the rows contribute, added up without their signs.
         float64: compute in float64, whatever JAX is set to and the data are; the setting is put
             back.
         gradient: what is on trial, called as `value_and_grad` is; the reference is always ours.
+            Its loss may be a `GlobalLoss` or a plain scalar.
+        rng: one key, handed to `loss_fn(params, batch, rng)` as it is on every rank and in every
+            microbatch. What is drawn for a row must be drawn from the row's own id, such as
+            `jax.vmap(jax.random.fold_in, (None, 0))(rng, batch.ids)`, or no two splits have one
+            loss.
+        state: what the model keeps beside its parameters, for `loss_fn(..., state=state)` that
+            returns `(sums, state)`. The one that comes back is not compared.
+        has_aux: `loss_fn` returns something more, last; it is not compared.
 
     Returns:
         A `ParityReport` of every comparison made; printed, a table of the leaves.
@@ -81,6 +104,8 @@ def check_gradients(
         ValueError: a split does not deal all rows out, or needs more devices than there are; an
             engine is unknown; `rtol` is not in `[0, 1)`; the reference is not finite; a gradient
             has another structure.
+        TypeError: `batch` is no `Batch`; `gradient` does not take what `value_and_grad` takes, or
+            its function does not return `(loss, gradients)`.
 
     Example:
         >>> def loss_fn(w, batch):
@@ -98,31 +123,52 @@ def check_gradients(
     microbatches = check_microbatches("check_gradients: microbatches", microbatches)
     if rtol is not None:
         check_rtol("check_gradients: rtol", rtol)
-    cast = as_float64 if float64 else lambda tree: jax.tree.map(np.asarray, tree)
-    batch, params = cast(batch), cast(params)
+    extras: dict[str, Any] = {"has_aux": True} if has_aux else {}
+    extras |= {} if state is None else {"has_state": True}
+    options = {"microbatches": microbatches, "coefficients": coefficients, **extras}
+    _check_takes(gradient, {"axis_name": "data", **options})
+    cast = as_float64 if float64 else lambda tree: jax.tree.map(as_host, tree)
+    batch, params, state = cast(batch), cast(params), cast(state)
+    given = params, rng, state
+
+    def take(make: MakeGradient, axis_name: str | None, **options: Any) -> Callable[..., Any]:
+        def on_rank(given: tuple[PyTree, Any, PyTree], rows: Batch) -> dict[str, PyTree]:
+            params, rng, state = given
+            # Closed over: an rng that were handed on would be folded with each microbatch's number.
+            loss_of = loss_fn if rng is None else partial(_call_with_rng, loss_fn, rng)
+            keywords = {} if state is None else {"state": state}
+            return _unpack(make(loss_of, axis_name=axis_name, **options)(params, rows, **keywords))
+
+        return on_rank
+
+    def sums_of(params: PyTree, rows: Batch) -> Any:
+        args = (rows,) if rng is None else (rows, rng)
+        out = loss_fn(params, *args) if state is None else loss_fn(params, *args, state=state)
+        return out[0] if extras else out
+
     with jax.enable_x64(True) if float64 else nullcontext():
-        right = jax.jit(value_and_grad(loss_fn, coefficients=coefficients))(params, batch)
+        reference = take(value_and_grad, None, **options | {"microbatches": 1})
+        right = jax.jit(reference)(given, batch)
+        sizes = cache(lambda: measure_rows(sums_of, params, batch, coefficients))
         found = []
         for split in deals:
             rows = _deal_rows(batch, split, microbatches)
             for engine in engines:
-                fn = gradient(
-                    loss_fn,
-                    axis_name=None if engine == "jit" else "data",
-                    microbatches=microbatches,
-                    coefficients=coefficients,
-                )
+                on_rank = take(gradient, None if engine == "jit" else "data", **options)
+                run, args = _prepare(on_rank, given, rows, len(split), engine)
                 compared: list[LeafDifference] = []
-                for loss, gradients in _run(fn, params, rows, len(split), engine):
-                    compared += compare(
-                        {"loss": loss.value, "params": gradients},
-                        {"loss": right[0].value, "params": right[1]},
-                        split=split,
-                        engine=engine,
-                        rtol=rtol,
+                for got in _run(run, args, len(split), engine):
+                    against = partial(
+                        compare, got, right, split=split, engine=engine, rtol=rtol,
                         caller="check_gradients",
-                        scaled_by="params",
-                    )
+                    )  # fmt: skip
+                    differences = against(sizes={"params": find_largest(right["params"])})
+                    if not all(each.equal for each in differences):
+                        # What measuring costs is spent only where something seems to be wrong.
+                        narrowest = find_narrowest(run, *args)
+                        again = against(sizes=sizes(), narrowest=narrowest)
+                        differences = list(map(_choose, differences, again))
+                    compared += differences
                 found += ParityReport(tuple(compared)).by_leaf()  # of several ranks the worst
     report = ParityReport(tuple(found))
     if report.wrong:
@@ -130,33 +176,78 @@ def check_gradients(
     return report
 
 
-def _run(
-    fn: Callable[..., Any], params: PyTree, rows: Batch, ranks: int, engine: str
-) -> list[tuple[Any, PyTree]]:
-    """What `fn` gives in one regime: once, or once per rank where ranks can be seen apart."""
+def _call_with_rng(loss_fn: LossFn, rng: Any, params: PyTree, batch: Any, **state: PyTree) -> Any:
+    return loss_fn(params, batch, rng, **state)
+
+
+def _choose(plain: LeafDifference, measured: LeafDifference) -> LeafDifference:
+    """The measured difference where it explains; else the plain one, which is easier to read."""
+    return measured if measured.equal or measured.rounded_by else plain
+
+
+def _check_takes(gradient: MakeGradient, options: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(gradient)
+    except ValueError:  # a builtin that has none: it may take them or not
+        return
+    try:
+        signature.bind(None, **options)
+    except TypeError:
+        wanted = ", ".join(options)
+        raise TypeError(
+            f"check_gradients: gradient must take (loss_fn, {wanted}) and return a function of "
+            f"(params, batch), as value_and_grad does, got {signature}. Wrap yours: lambda "
+            f"loss_fn, **options: lambda params, batch: (loss, gradients)."
+        ) from None
+
+
+def _unpack(out: Any) -> dict[str, PyTree]:
+    """The loss and the gradients of what `gradient`'s function returned, without all else."""
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(
+            f"check_gradients: gradient must return a function that returns (loss, gradients), got "
+            f"{describe_value(out)}. Return both, as value_and_grad does."
+        )
+    loss, gradients = out
+    if isinstance(loss, tuple):  # beside a state or auxiliary output
+        loss = loss[0]
+    return {"loss": loss.value if isinstance(loss, GlobalLoss) else loss, "params": gradients}
+
+
+def _prepare(
+    on_rank: Callable[..., Any], given: PyTree, rows: Batch, ranks: int, engine: str
+) -> tuple[Callable[..., Any], tuple[PyTree, Batch]]:
+    """A function of all ranks' rows in one regime, and its arguments where they belong."""
     if engine == _FAKE_PMAP:
-        return _run_fake_pmap(fn, params, rows, ranks)
+
+        def faked(given: PyTree, by_rank: Batch) -> Any:
+            # It drops whatever it doesn't know, `out_axes` and `devices` among it, without a word,
+            # so results come stacked over the ranks. And it patches `jax.pmap` where that is looked
+            # up, so the call must stand in the block, and a `from jax import pmap` is not faked.
+            with chex.fake_pmap(jit_result=True):
+                return jax.pmap(on_rank, "data", in_axes=(None, 0))(given, by_rank)
+
+        by_rank = jax.tree.map(
+            lambda leaf: leaf.reshape(ranks, leaf.shape[0] // ranks, *leaf.shape[1:]), rows
+        )
+        return faked, (given, by_rank)
     if engine == "vmap":  # one device holds all ranks
         mesh = AbstractMesh((ranks,), ("data",))
     else:
         mesh = meshes.data_mesh(ranks)
-        params = meshes.place(params, meshes.replicated_sharding(mesh))
+        given = meshes.place(given, meshes.replicated_sharding(mesh))
         rows = place_batch(rows, meshes.row_sharding(mesh, "data"), caller="check_gradients")
-    return [jax.jit(meshes.over_ranks(fn, mesh, engine=engine))(params, rows)]
+    return jax.jit(meshes.over_ranks(on_rank, mesh, engine=engine)), (given, rows)
 
 
-def _run_fake_pmap(
-    fn: Callable[..., Any], params: PyTree, rows: Batch, ranks: int
-) -> list[tuple[Any, PyTree]]:
-    by_rank = jax.tree.map(
-        lambda leaf: np.reshape(leaf, (ranks, leaf.shape[0] // ranks, *leaf.shape[1:])), rows
-    )
-    # It drops whatever it doesn't know, `out_axes` and `devices` among it, without a word, so
-    # results come stacked over the ranks. And it patches `jax.pmap` where that is looked up, so the
-    # call must stand inside the block, and code that says `from jax import pmap` is not faked.
-    with chex.fake_pmap(jit_result=True):
-        stacked = jax.pmap(fn, "data", in_axes=(None, 0))(params, by_rank)
-    return [jax.tree.map(lambda leaf, rank=rank: leaf[rank], stacked) for rank in range(ranks)]
+def _run(
+    run: Callable[..., Any], args: tuple[PyTree, Batch], ranks: int, engine: str
+) -> list[dict[str, PyTree]]:
+    """What comes of it: once, or once per rank where ranks can be seen apart."""
+    out = run(*args)
+    if engine != _FAKE_PMAP:
+        return [out]
+    return [jax.tree.map(lambda leaf, rank=rank: leaf[rank], out) for rank in range(ranks)]
 
 
 def _check_splits(splits: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
@@ -217,10 +308,12 @@ def _write_message(report: ParityReport, microbatches: int) -> str:
 
 
 def _explain(worst: LeafDifference, ranks: int, microbatches: int) -> str:
-    if worst.rtol < 1e-7 and worst.difference < 1e-5:
+    if worst.rounded_by:
+        allowed = "1e-5" if worst.rounded_by == "float32" else f"{round_up(worst.difference):g}"
         return (
-            "A difference this small is float32's rounding: something in loss_fn computes in "
-            "float32. Allow rtol=1e-5, or let it keep the dtype of its input."
+            f"A difference this small is {worst.rounded_by}'s rounding: something in loss_fn "
+            f"computes in {worst.rounded_by}. Allow rtol={allowed}, or let it keep the dtype of "
+            "its input."
         )
     if worst.ratio is None:
         return (

@@ -45,7 +45,7 @@ def effective_weights(
         [0.5, 0.5]
     """
     check_rtol("effective_weights: rtol", rtol)
-    target, own, eps = _flatten(gradient, per_example_gradients)
+    target, own, target_eps, eps = _flatten(gradient, per_example_gradients)
     # Gram matrix of unit vectors: its entries are cosines, so that examples with small gradients
     # are told apart as well as those with large ones, and one floor below fits all of them.
     norms = np.sqrt(sum(np.einsum("ep,ep->e", leaf, leaf) for leaf in own))
@@ -76,14 +76,18 @@ def effective_weights(
             "regulariser, momentum, clipping, batch statistics, or other examples or parameters "
             "than these."
         )
-    noise = max(left, 8 * eps * float(np.abs(weights) @ norms))
+    # What is left shows the noise only of more parameters than examples. So no less than what the
+    # examples' gradients are rounded by, summed up, and the gradient itself, which is rounded once.
+    noise = max(left, 8 * eps * float(np.abs(weights) @ norms), target_eps / 2 * size)
     uncertainty = noise * np.sqrt((vectors**2 / values).sum(axis=1)) / norms
     worst = int(np.argmax(uncertainty))
-    if uncertainty[worst] > rtol * np.max(np.abs(weights)):
+    largest = float(np.max(np.abs(weights)))
+    if uncertainty[worst] > rtol * largest:
         alike = np.argsort(-np.abs(vectors[:, 0]))[:2]
         raise ValueError(
             f"effective_weights: per_example_gradients must determine the weights to rtol={rtol:g},"
-            f" got an uncertainty of {uncertainty[worst]:.1e} at example {worst}: the gradients of "
+            f" got an uncertainty of {uncertainty[worst] / largest:.1e} of the largest weight at "
+            f"example {worst}: the gradients of "
             f"examples {list_some(np.sort(alike))} are nearly alike. Take fewer or more different "
             "examples, a larger model, or float64."
         )
@@ -126,7 +130,7 @@ def per_example_gradients(
 
 def _flatten(
     gradient: PyTree, examples: PyTree
-) -> tuple[list[np.ndarray], list[np.ndarray], float]:
+) -> tuple[list[np.ndarray], list[np.ndarray], float, float]:
     """Both trees as float64 leaves `[parameters]` and `[examples, parameters]`, and their eps."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(gradient)
     own, own_structure = jax.tree_util.tree_flatten(examples)
@@ -142,7 +146,8 @@ def _flatten(
             "Give the gradient of every parameter."
         )
     count = np.shape(own[0])[:1]
-    targets, owns, eps = [], [], float(np.finfo(float).eps)
+    targets, owns = [], []
+    target_eps = own_eps = float(np.finfo(float).eps)
     for (path, leaf), each in zip(leaves, own, strict=True):
         a, b = np.asarray(leaf), np.asarray(each)
         where = f"gradient{jax.tree_util.keystr(path)}"
@@ -152,9 +157,7 @@ def _flatten(
                 f"one more leading axis, got {b.shape} for {a.shape} at {where}. The leading axis "
                 "is over examples, the same in every leaf."
             )
-        for dtype in (a.dtype, b.dtype):
-            if jnp.issubdtype(dtype, jnp.inexact):
-                eps = max(eps, float(jnp.finfo(dtype).eps))
+        target_eps, own_eps = max(target_eps, _eps(a.dtype)), max(own_eps, _eps(b.dtype))
         a, b = a.astype(float).reshape(-1), b.astype(float).reshape(b.shape[0], -1)
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             whose = "gradient" if not np.isfinite(a).all() else "per_example_gradients"
@@ -164,7 +167,11 @@ def _flatten(
             )
         targets.append(a)
         owns.append(b)
-    return targets, owns, eps
+    return targets, owns, target_eps, own_eps
+
+
+def _eps(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
 
 
 def _check_norms(norms: np.ndarray) -> None:

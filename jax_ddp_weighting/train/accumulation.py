@@ -1,6 +1,8 @@
 """Gradient accumulation for optax in which every microbatch counts as its weight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, wraps
+from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -11,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_ddp_weighting._arguments import check_integer, check_weights
 from jax_ddp_weighting.distributed import mesh
+from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
@@ -18,35 +21,76 @@ T = TypeVar("T")
 
 
 def apply_unless(skipped: Bool[Array, ""], apply: Callable[[T], T], carried: T) -> T:
-    """`apply(carried)`, or `carried` as it is.
+    """`apply(carried)`, or `carried` as it is; differentiable in all that `apply` is made of.
 
     A loop of one turn or none, because a loop works in place: `lax.cond` would copy what it is to
     leave alone, parameters and moments, at every step (a tenth of a small step's time on the CPU).
     """
+    # What is differentiated must be an argument, also where `apply` has closed over it.
+    apply, closed_over = jax.closure_convert(apply, carried)
+    return _apply_in_loop(apply, skipped, carried, closed_over)
 
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _apply_in_loop(apply: Callable[..., T], skipped: Array, carried: T, closed_over: Any) -> T:
     def turn(loop: tuple[Array, T]) -> tuple[Array, T]:
-        return jnp.zeros_like(loop[0]), apply(loop[1])
+        return jnp.zeros_like(loop[0]), apply(loop[1], *closed_over)
 
     return jax.lax.while_loop(lambda loop: loop[0], turn, (~skipped, carried))[1]
 
 
+@_apply_in_loop.defjvp
+def _differentiate(apply: Callable[..., T], primals: Any, tangents: Any) -> tuple[T, Any]:
+    # Only where somebody differentiates: JAX cannot go backwards through a loop of unknown length.
+    skipped, *arguments = primals
+
+    def choose(carried: T, closed_over: Any) -> T:
+        return jax.lax.cond(skipped, lambda c: c, lambda c: apply(c, *closed_over), carried)
+
+    return jax.jvp(choose, tuple(arguments), tuple(tangents[1:]))
+
+
 class WeightedMultiStepsState(NamedTuple):
-    """The state of `weighted_multi_steps`; named as `optax.MultiStepsState` where it is the same.
+    """The state of `weighted_multi_steps`; what `optax.MultiStepsState` has means the same here.
 
     Attributes:
         mini_step: microbatches taken into the open window.
         gradient_step: steps that the inner optimizer has taken.
-        weight: the weight of the open window, float32 (float64 under x64).
-        acc_grads: the sum of weight times gradient over the open window, at least float32, each
-            leaf placed as its parameter is.
         inner_opt_state: the state of the inner optimizer.
+        acc_grads: the weighted mean of the gradients in the open window (with
+            `use_grad_mean=False` the sum of weight times gradient), at least float32, each leaf
+            placed as its parameter is.
+        skip_state: what `should_skip_update_fn` returned beside its verdict; () without one.
+        weight: the weight of the open window, float32 (float64 under x64).
+        acc_value: what `acc_grads` is, of the `value=` that updates were given.
+        stepped: whether the last update closed a window that had weight, so that the inner
+            optimizer stepped.
+        bad_weights: updates so far whose weight was negative, infinite or NaN, and that were left
+            out whole.
     """
 
     mini_step: Int[Array, ""]
     gradient_step: Int[Array, ""]
-    weight: Float[Array, ""]
-    acc_grads: PyTree
     inner_opt_state: PyTree
+    acc_grads: PyTree
+    skip_state: PyTree
+    weight: Float[Array, ""]
+    acc_value: Float[Array, ""]
+    stepped: Bool[Array, ""]
+    bad_weights: Int[Array, ""]
+
+
+class WeightedMultiSteps(optax.GradientTransformationExtraArgs):
+    """What `weighted_multi_steps` returns: an optax transformation that can be asked."""
+
+    __slots__ = ()
+
+    def has_updated(self, state: Any) -> Bool[Array, ""]:
+        """Whether the update that returned this state stepped the inner optimizer.
+
+        As `optax.MultiSteps.has_updated`, and true to windows without weight, which do not step.
+        """
+        return state.stepped
 
 
 def weighted_multi_steps(
@@ -54,7 +98,9 @@ def weighted_multi_steps(
     every_k_steps: int | Callable[[Any], Any],
     *,
     gradients_of: str = "mean",
-) -> optax.GradientTransformationExtraArgs:
+    use_grad_mean: bool = True,
+    should_skip_update_fn: Callable[..., tuple[Any, PyTree]] | None = None,
+) -> WeightedMultiSteps:
     """One optimizer step per window of `k` microbatches, each of which counts as its weight.
 
     The rule: the inner optimizer is given `sum(weight * gradient) / sum(weight)` over the window,
@@ -67,6 +113,8 @@ def weighted_multi_steps(
     - `weight`: a scalar of at least 0, the microbatch's weight over all ranks. `updates` is the
       gradient of the microbatch's weighted mean over all ranks, as `value_and_grad` returns it
       beside `loss.terms["loss"].weight`. A gradient of weight 0 counts for nothing, even as NaN.
+      So does one whose weight turns out negative, infinite or NaN on the device, where nothing
+      can be raised: `state.bad_weights` counts them.
     - `flush`: a bool, traced or not, that closes the window with this microbatch, such as the last
       one of an epoch; the window is divided by the weight that it has, whatever its length.
 
@@ -75,28 +123,42 @@ def weighted_multi_steps(
     the result away. On microbatch means 1 (one token) and 3 (three tokens) with `k = 2` it applies
     2.0; the mean over the four tokens, which is applied here, is 2.5.
 
+    Wrap the whole optimizer. What stands beside it, `chain(weighted_multi_steps(...),
+    add_decayed_weights(...))` or another group of `optax.partition`, runs at every microbatch, as
+    it would beside `optax.MultiSteps`. (A training step lets none of them see a batch without
+    weight; by itself this transformation cannot keep it from them.)
+
     A loss of several terms has several denominators, which one weight cannot carry: accumulate
     those with `value_and_grad(microbatches=...)`.
 
     Args:
-        optimizer: what is applied once per window; it is given the window's weight as `weight=`,
-            and any other extra arguments as they come.
+        optimizer: what is applied once per window; it is given the window's weight as `weight=`.
+            `value=` and `grad=` given to `update` reach it as those of the window; a `value_fn=`
+            of one microbatch is none of the window, so that line searches are refused. Any other
+            extra arguments reach it as they come with the microbatch that closes the window.
         every_k_steps: microbatches per window, at least 1; or a function of the number of steps
             taken so far, as in optax.
         gradients_of: `"mean"`, or `"total"` when `updates` are gradients of the microbatch's
             weighted total, which are then added as they are.
+        use_grad_mean: whether the window's mean is applied; its total otherwise, as in optax.
+        should_skip_update_fn: as in optax, `(updates, gradient_step, params) -> (skip, state)`,
+            such as `optax.skip_not_finite`. A microbatch that it skips is left out whole, weight
+            included, and takes no place in the window.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` that works in `jit`, `shard_map`, `pmap` and
-        `vmap`. Inside a mapped function, reduce gradient and weight over the ranks first.
+        `vmap`, and that gradients flow through; its `has_updated(state)` is that of
+        `optax.MultiSteps`. Inside a mapped function, reduce gradient and weight over the ranks
+        first.
 
     Raises:
         TypeError: `optimizer` is no optax transformation; `update` is given no weight, or one that
-            is no number.
-        ValueError: a number is out of range; the weight is no scalar, or negative.
+            is no number; the inner optimizer calls `value_fn`.
+        ValueError: a number is out of range; the weight is no scalar, or negative;
+            `should_skip_update_fn` returns no bool.
 
     Matches: `optax.MultiSteps` of optax 0.2.8 where all weights are equal and the windows full
-        (tests/train/test_accumulation.py).
+        (tests/train/test_accumulation.py, tests/train/test_multi_steps.py).
 
     Example:
         >>> tx = weighted_multi_steps(optax.sgd(1.0), 2)
@@ -104,9 +166,9 @@ def weighted_multi_steps(
         >>> state = tx.init(w)
         >>> for mean, tokens in [(1.0, 1), (3.0, 3)]:
         ...     updates, state = tx.update(jnp.float32(mean), state, w, weight=tokens)
-        ...     print(float(updates))
-        0.0
-        -2.5
+        ...     print(float(updates), bool(tx.has_updated(state)))
+        0.0 False
+        -2.5 True
         >>> updates, state = tx.update(jnp.float32(5.0), state, w, weight=2, flush=True)
         >>> float(updates), int(state.gradient_step)
         (-5.0, 2)
@@ -114,13 +176,25 @@ def weighted_multi_steps(
     _check_arguments(optimizer, every_k_steps, gradients_of)
     inner = optax.with_extra_args_support(optimizer)
 
+    def should_skip(updates: PyTree, step: Array, params: PyTree | None) -> tuple[Array, PyTree]:
+        if should_skip_update_fn is None:
+            return jnp.zeros((), bool), ()
+        skip, skip_state = should_skip_update_fn(updates, step, params)
+        return _check_verdict(skip), skip_state
+
     def init(params: PyTree) -> WeightedMultiStepsState:
+        gradient_step = jnp.zeros((), jnp.int32)
+        zeros = jax.tree.map(lambda p: mesh.zeros_like(p, jnp.result_type(p)), params)
         return WeightedMultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
-            gradient_step=jnp.zeros((), jnp.int32),
-            weight=jnp.zeros((), jnp.result_type(float)),
-            acc_grads=jax.tree.map(_make_accumulator, params),
+            gradient_step=gradient_step,
             inner_opt_state=inner.init(params),
+            acc_grads=jax.tree.map(_make_accumulator, params),
+            skip_state=should_skip(zeros, gradient_step, params)[1],
+            weight=jnp.zeros((), jnp.result_type(float)),
+            acc_value=jnp.zeros((), jnp.result_type(float)),
+            stepped=jnp.zeros((), bool),
+            bad_weights=jnp.zeros((), jnp.int32),
         )
 
     def update(
@@ -132,27 +206,37 @@ def weighted_multi_steps(
         flush: bool | Bool[Array, ""] = False,
         **extra_args: Any,
     ) -> tuple[PyTree, WeightedMultiStepsState]:
-        weight = _check_weight(weight, state.weight.dtype)
+        given = _check_weight(weight, state.weight.dtype)
+        skip, skip_state = should_skip(updates, state.gradient_step, params)
+        bad = ~((given >= 0) & (given < jnp.inf))  # NaN too
+        # Both at once, or a window would be divided by the weight of a gradient that it lacks.
+        weight = jnp.where(bad | skip, 0, given)
+        total = state.weight + weight
 
-        def add(gradient: Array, total: Array) -> Array:
-            gradient = gradient.astype(total.dtype)
-            share = gradient * weight.astype(total.dtype) if gradients_of == "mean" else gradient
+        def add(new: Array, acc: Array) -> Array:
+            new, own, all_of_it = (x.astype(acc.dtype) for x in (new, weight, total))
+            if use_grad_mean:
+                # what `acc` moves by, so that it stays a mean: MultiSteps' field is one
+                new = new if gradients_of == "total" else new * own
+                change = divide(new - acc * own, all_of_it)
+            else:
+                change = new if gradients_of == "total" else new * own
             # selected, since an empty microbatch's gradient is often 0/0, and 0 * NaN is NaN
-            return total + jnp.where(weight > 0, share, 0)
+            return acc + jnp.where(weight > 0, change, 0)
 
-        totals = jax.tree.map(add, updates, state.acc_grads)
-        weight = state.weight + weight
+        acc_grads = jax.tree.map(add, updates, state.acc_grads)
+        acc_value = state.acc_value
+        if _is_number(extra_args.get("value")):
+            acc_value = add(jnp.asarray(extra_args["value"]), acc_value)
         k = every_k_steps(state.gradient_step) if callable(every_k_steps) else every_k_steps
-        closes = (state.mini_step + 1 >= k) | jnp.asarray(flush)
-        steps = closes & (weight > 0)
+        mini_step = jnp.where(skip, state.mini_step, state.mini_step + 1)
+        closes = (~skip & (mini_step >= k)) | jnp.asarray(flush)
+        steps = closes & (total > 0)
 
         def step(inner_opt_state: PyTree) -> tuple[PyTree, PyTree]:
-            means = jax.tree.map(
-                lambda gradient, total: divide(total, weight).astype(gradient.dtype),
-                updates,
-                totals,
-            )
-            return inner.update(means, inner_opt_state, params, weight=weight, **extra_args)
+            grads = jax.tree.map(lambda g, acc: acc.astype(g.dtype), updates, acc_grads)
+            extra = _make_extra_args_of_window(extra_args, acc_value, grads)
+            return inner.update(grads, inner_opt_state, params, weight=total, **extra)
 
         # The zeros of a call that does not step must be of the type that the optimizer returns,
         # which need not be the gradient's: a loop carries one type.
@@ -162,22 +246,75 @@ def weighted_multi_steps(
             ~steps, lambda waiting: step(waiting[1]), (zeros, state.inner_opt_state)
         )
         return new_updates, WeightedMultiStepsState(
-            mini_step=jnp.where(closes, 0, state.mini_step + 1),
-            gradient_step=state.gradient_step + steps,
-            weight=jnp.where(closes, 0, weight),
-            acc_grads=jax.tree.map(lambda total: jnp.where(closes, 0, total), totals),
+            mini_step=jnp.where(closes, 0, mini_step),
+            gradient_step=state.gradient_step + steps.astype(jnp.int32),
             inner_opt_state=inner_opt_state,
+            acc_grads=jax.tree.map(lambda acc: jnp.where(closes, 0, acc), acc_grads),
+            skip_state=skip_state,
+            weight=jnp.where(closes, 0, total),
+            acc_value=jnp.where(closes, 0, acc_value),
+            stepped=steps,
+            bad_weights=state.bad_weights + bad.astype(jnp.int32),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return WeightedMultiSteps(init, update)
+
+
+def _make_extra_args_of_window(
+    given: dict[str, Any], value: Array, grads: PyTree
+) -> dict[str, Any]:
+    """The extra arguments of the microbatch that closes a window, as those of the window."""
+    of_window = dict(given)
+    if _is_number(given.get("value")):
+        of_window["value"] = value
+    if given.get("grad") is not None:
+        of_window["grad"] = grads
+    for name in ("value_fn", "grad_fn"):
+        if callable(given.get(name)):
+            of_window[name] = accept_keywords(_make_refusal(name), [*given, "weight"])
+    return of_window
+
+
+def accept_keywords(fn: Callable[..., T], names: Iterable[str]) -> Callable[..., T]:
+    """`fn(params)` under a signature that has the keywords too.
+
+    optax's line searches read it, and refuse extra arguments that `value_fn` does not name.
+    """
+
+    @wraps(fn)
+    def accepting(*args: Any, **_: Any) -> T:
+        return fn(*args)
+
+    keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in sorted(names)]
+    accepting.__signature__ = Signature(  # pyright: ignore[reportAttributeAccessIssue]
+        [Parameter("params", Parameter.POSITIONAL_ONLY), *keywords]
+    )
+    return accepting
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
+
+
+def _make_refusal(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise TypeError(
+            f"weighted_multi_steps: optimizer must not call {name}, got one that does. A window's "
+            "earlier microbatches are gone when it closes, so that nobody can evaluate its loss "
+            "elsewhere. Split the batch with microbatches= instead, or choose an optimizer "
+            "without a search."
+        )
+
+    return refuse
 
 
 def counts_windows(opt_state: PyTree) -> bool:
     """Whether the optimizer accumulates over calls, so that a call without weight has its place."""
-    return any(map(_is_window, jax.tree.leaves(opt_state, is_leaf=_is_window)))
+    return any(map(is_window, jax.tree.leaves(opt_state, is_leaf=is_window)))
 
 
-def _is_window(node: Any) -> bool:
+def is_window(node: Any) -> bool:
+    """Whether the node of an optimizer's state is a window's."""
     return isinstance(node, WeightedMultiStepsState)
 
 
@@ -199,7 +336,7 @@ def window_weight(
 def _make_accumulator(parameter: Array) -> Array:
     # At least float32, since bfloat16 stops adding small gradients; made of the parameter, so that
     # it lies where the parameter lies and varies over the axes that it varies over.
-    return mesh.zeros_like(parameter, jnp.promote_types(jnp.float32, jnp.result_type(parameter)))
+    return mesh.zeros_like(parameter, widen(jnp.float32, jnp.result_type(parameter)))
 
 
 def _check_weight(weight: Any, dtype: Any) -> Array:
@@ -213,16 +350,27 @@ def _check_weight(weight: Any, dtype: Any) -> Array:
             f"weighted_multi_steps: weight must be a scalar, got shape {np.shape(weight)}. Sum the "
             "weights of the microbatch's rows or tokens."
         )
-    if isinstance(weight, jax.Array):  # weights on a device are not read back
-        return weight.astype(dtype)
-    if np.asarray(weight).dtype.kind not in "biuf":
+    on_device = isinstance(weight, jax.Array)
+    kind = (weight if on_device else np.asarray(weight)).dtype
+    if not any(jnp.issubdtype(kind, each) for each in (np.bool_, jnp.integer, jnp.floating)):
         raise TypeError(
             f"weighted_multi_steps: weight must be a number, got {weight!r}. It is the "
             "microbatch's weight over all ranks."
         )
+    if on_device:  # weights on a device are not read back
+        return weight.astype(dtype)
     remedy = "A microbatch that is not to count weighs 0."
     check_weights("weighted_multi_steps: weight", weight, remedy)
     return jnp.asarray(weight, dtype)
+
+
+def _check_verdict(skip: Any) -> Array:
+    if getattr(skip, "shape", None) != () or skip.dtype != jnp.bool_:
+        raise ValueError(
+            "weighted_multi_steps: should_skip_update_fn must return a bool scalar and a state, "
+            f"got {skip!r} for the bool. optax.skip_not_finite is one."
+        )
+    return skip
 
 
 def _check_arguments(optimizer: Any, every_k_steps: Any, gradients_of: str) -> None:

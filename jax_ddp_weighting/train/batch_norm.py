@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.sums import divide
 
 
@@ -117,7 +118,7 @@ def batch_statistics(
 ) -> tuple[Statistics, Array]:
     """Mean and variance over all positions of all ranks, and whether any position has weight."""
     dtype = x.dtype if options.dtype is None else options.dtype
-    x = x.astype(jnp.promote_types(dtype, jnp.float32))  # bfloat16 stops adding at 256
+    x = x.astype(widen(jnp.float32, dtype))  # bfloat16 stops adding at 256
     over = tuple(axis for axis in range(x.ndim) if axis not in features)
     weights = _expand_weights(weights, x, features)
     floating = jnp.finfo(x.dtype).dtype  # of complex numbers, that of their parts
@@ -169,7 +170,7 @@ def _expand_weights(weights: Array | None, x: Array, features: tuple[int, ...]) 
         )
     integers = jnp.issubdtype(weights.dtype, jnp.integer) or weights.dtype == jnp.bool_
     least = jnp.int32 if integers else jnp.float32
-    return weights.astype(jnp.promote_types(least, weights.dtype)).reshape(shape)
+    return weights.astype(widen(least, weights.dtype)).reshape(shape)
 
 
 def update_running(

@@ -1,75 +1,168 @@
 """A step compiled once for a run: its state placed, pinned where it lies, and donated."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 
 from jax_ddp_weighting.data.batch import Batch, place_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 
-Step = Callable[..., tuple[Any, Any]]
+STEPS_UNDER_WAY = 16
+"""How many steps may be under way on several CPU devices, whose threads some 48 unread ones
+starve: XLA waits 40 s for a thread, and then aborts the process."""
 
 
-def compile_once(
-    step: Step, mesh: Mesh, axis_name: AxisName, *, check: Callable[..., None]
-) -> Step:
+class _Known(NamedTuple):
+    """What has been looked at before: a compiled step, and the leaves that it is given."""
+
+    jitted: Any
+    carried: int  # how many of the leaves are carried: the first ones
+    keys: tuple[int, ...]  # which leaves are typed keys
+
+
+class CompiledStep:
     """`step(carried, batch, *rest) -> (carried, report)`, compiled once for a run.
 
     The rule: what is carried is placed on the mesh when it first comes, comes back where it lay,
     and is donated. So every later call has the placement of the first, and compiles nothing. What
     is known to be good is not looked at again: `check(carried, batch, *rest)` is called for a new
     structure or placement before anything is placed, and for new shapes when they are traced.
+
+    Args:
+        step: what is compiled.
+        mesh: where it runs.
+        axis_name: the data axis.
+        check: raises for what no step can be made of.
+        donate: whether the step may write into the arrays that it was given.
     """
-    replicated = meshes.replicated_sharding(mesh)
-    rows = meshes.row_sharding(mesh, axis_name)
-    # Two tables, because a step is compiled for where the state lies, but looked up for all that it
-    # is given: a batch of another structure needs a check and a trace, not another function.
-    jitted: dict[Any, Step] = {}  # by structure and placement of what is carried
-    known: dict[Any, tuple[Step, int]] = {}  # by those of all that a call is given
 
-    @wraps(step)  # by its name it is found in logs of compilations and profiles
-    def check_and_step(carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
-        # runs when traced only: what has been placed before may still come with other shapes
-        check(carried, batch, *rest)
-        return step(carried, batch, *rest)
+    def __init__(
+        self,
+        step: Callable[..., tuple[Any, Any]],
+        mesh: Mesh,
+        axis_name: AxisName,
+        *,
+        check: Callable[..., None],
+        donate: bool = True,
+    ) -> None:
+        self._check, self._donate = check, donate
+        self._replicated = meshes.replicated_sharding(mesh)
+        self._rows = meshes.row_sharding(mesh, axis_name)
+        self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        # Two tables, because a step is compiled for where the state lies, but looked up for all
+        # that it is given: a batch of another structure needs a check and a trace, not another
+        # function.
+        self._jitted: dict[Any, Any] = {}  # by structure and placement of what is carried
+        self._known: dict[Any, _Known] = {}  # by those of all that a call is given
 
-    def run(carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
-        leaves, structure = jax.tree.flatten((carried, batch, rest))
-        found, count = known.get((structure, _shardings(leaves)), (None, 0))
-        # An array that comes twice shows in no structure, so it is looked for on every call.
-        if found is None or len(set(map(id, leaves[:count]))) < count:
+        @wraps(step)  # by its name it is found in logs of compilations and profiles
+        def check_and_step(carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
+            # runs when traced only: what has been placed before may still come with other shapes
             check(carried, batch, *rest)
-            found, carried, batch = place(carried, batch, rest)
-        return found(carried, batch, *rest)
+            return step(carried, batch, *rest)
 
-    def place(carried: Any, batch: Batch, rest: Any) -> tuple[Step, Any, Batch]:
-        batch = place_batch(batch, rows, caller="train step")
+        self._step = check_and_step
+
+    def __call__(self, carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
+        """One step; what is carried must not be used again where it is donated."""
+        leaves, structure = jax.tree.flatten((carried, batch, rest))
+        known = self._known.get((structure, _shardings(leaves)))
+        # An array that comes twice shows in no structure, so it is looked for on every call.
+        if known is None or (self._donate and _shares_buffers(leaves, known)):
+            self._check(carried, batch, *rest)
+            jitted, carried, batch = self._place(carried, batch, rest)
+        else:
+            jitted = known.jitted
+            if self._donate:
+                _check_alive(leaves[: known.carried])
+        carried, report = jitted(carried, batch, *rest)
+        if self._waits:
+            _wait_for_the_oldest(report)
+        return carried, report
+
+    def replicate(self, tree: Any) -> Any:
+        """What is no row, on every device of the mesh; as it is, where it lies there already."""
+        return meshes.place(tree, self._replicated)
+
+    def lower(self, carried: Any, batch: Batch, *rest: Any) -> Any:
+        """The step lowered for these arguments, arrays or their shapes; nothing is run."""
+        carried = _place_shapes(carried, self._replicated)
+        batch = _place_shapes(batch, self._rows)
+        self._check(carried, batch, *rest)
+        jitted, carried, batch = self._place(carried, batch, rest)
+        return jitted.lower(carried, batch, *rest)
+
+    def _place(self, carried: Any, batch: Batch, rest: Any) -> tuple[Any, Any, Batch]:
         leaves, structure = jax.tree.flatten(carried)
-        leaves = meshes.place(list(map(_strengthen_type, _copy_repeated(leaves))), replicated)
+        if self._donate:
+            _check_alive(leaves)
+            leaves = _copy_repeated(leaves, jax.tree.leaves((batch, rest)))
+        batch = place_batch(batch, self._rows, caller="train step")
+        leaves = meshes.place(list(map(_strengthen_type, leaves)), self._replicated)
         carried, shardings = structure.unflatten(leaves), _shardings(leaves)
-        if (structure, shardings) not in jitted:
+        if (structure, shardings) not in self._jitted:
             # Pinned, so that XLA cannot return it placed otherwise than it came: a second
             # compilation, and for sharded parameters a slow one-off reshuffle.
             placement = structure.unflatten(shardings)
-            jitted[structure, shardings] = jax.jit(
-                check_and_step, donate_argnums=0, out_shardings=(placement, None)
+            self._jitted[structure, shardings] = jax.jit(
+                self._step,
+                donate_argnums=(0,) if self._donate else (),
+                out_shardings=(placement, None),
             )
-        found = jitted[structure, shardings]
+        jitted = self._jitted[structure, shardings]
         everything, of_all = jax.tree.flatten((carried, batch, rest))
-        known[of_all, _shardings(everything)] = found, len(leaves)
-        return found, carried, batch
-
-    return run
+        keys = tuple(i for i, leaf in enumerate(everything) if _buffer_of(leaf) is not leaf)
+        self._known[of_all, _shardings(everything)] = _Known(jitted, len(leaves), keys)
+        return jitted, carried, batch
 
 
 def _shardings(leaves: list[Any]) -> tuple[Any, ...]:
     # of a list, which is faster than of a generator: this runs on every step
     return tuple([getattr(leaf, "sharding", None) for leaf in leaves])
+
+
+def _buffer_of(leaf: Any) -> Any:
+    """The array that a typed key is made of, which `jax.random.key_data` hands out as it is."""
+    return getattr(leaf, "_base_array", leaf)
+
+
+def _shares_buffers(leaves: list[Any], known: _Known) -> bool:
+    """Whether something that is to be donated is given a second time."""
+    ids = list(map(id, leaves))
+    for i in known.keys:
+        ids[i] = id(_buffer_of(leaves[i]))
+    carried = set(ids[: known.carried])
+    return len(carried) < known.carried or not carried.isdisjoint(ids[known.carried :])
+
+
+def _copy_repeated(leaves: list[Any], others: list[Any]) -> list[Any]:
+    """The leaves, with a copy of each that comes again, since one buffer cannot be donated twice.
+
+    Nor can it be read where it is donated: what is among `others` too is copied as well.
+    """
+    seen = {id(_buffer_of(leaf)) for leaf in others}
+    distinct = []
+    for leaf in leaves:
+        again = isinstance(leaf, jax.Array) and id(_buffer_of(leaf)) in seen
+        distinct.append(jnp.copy(leaf) if again else leaf)
+        seen.add(id(_buffer_of(leaf)))
+    return distinct
+
+
+def _check_alive(leaves: Sequence[Any]) -> None:
+    # On two or more CPU devices JAX does not find out by itself, and the process dies.
+    if any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted")):
+        raise ValueError(
+            "train step: state must be one that no step was given before, got one that was given "
+            "away. Use the state that the step returned, or make the step with donate=False."
+        )
 
 
 def _strengthen_type(leaf: Any) -> Any:
@@ -78,12 +171,27 @@ def _strengthen_type(leaf: Any) -> Any:
     return jax.lax.convert_element_type(leaf, leaf.dtype) if weak else leaf
 
 
-def _copy_repeated(leaves: list[Any]) -> list[Any]:
-    """The leaves, an array that comes twice copied, since one buffer cannot be donated twice."""
-    seen: set[int] = set()
-    distinct = []
-    for leaf in leaves:
-        again = isinstance(leaf, jax.Array) and id(leaf) in seen
-        distinct.append(jnp.copy(leaf) if again else leaf)
-        seen.add(id(leaf))
-    return distinct
+def _place_shapes(tree: Any, sharding: NamedSharding) -> Any:
+    """The tree, in which each shape that lies nowhere is to lie as arrays will be placed."""
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or sharding)
+
+    return jax.tree.map(place, tree)
+
+
+_under_way: deque[jax.Array] = deque()
+
+
+def _wait_for_the_oldest(report: Any) -> None:
+    """Waits until at most `STEPS_UNDER_WAY` steps are under way, of all steps in the process."""
+    newest = jax.tree.leaves(report)[0]
+    if isinstance(newest, Tracer):  # a step inside somebody's own jit
+        return
+    _under_way.append(newest)
+    if len(_under_way) > STEPS_UNDER_WAY:
+        oldest = _under_way.popleft()
+        if not oldest.is_deleted():
+            oldest.block_until_ready()

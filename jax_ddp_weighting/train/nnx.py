@@ -1,29 +1,80 @@
 """The same training step for an `nnx.Module` and its `nnx.Optimizer`, both updated in place."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
+from jax.stages import Lowered
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
-from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.accumulation import apply_unless, counts_windows, window_weight
-from jax_ddp_weighting.train.compilation import compile_once
+from jax_ddp_weighting.train.compilation import CompiledStep
+from jax_ddp_weighting.train.optimizer import (
+    check_optimizer,
+    make_arguments,
+    run_optimizer,
+    take_norm,
+)
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
     check_call,
-    check_optimizer_args,
     check_takes,
     global_step,
 )
 from jax_ddp_weighting.weighting.loss_terms import LossFn
 
-NnxTrainStep = Callable[..., StepReport]
+
+@dataclass(frozen=True)
+class NnxTrainStep:
+    """A compiled step for an `nnx.Module`, as `make_nnx_train_step` makes it."""
+
+    compiled: CompiledStep
+
+    def __call__(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        batch: Batch,
+        rng: Array | None = None,
+        *,
+        replicated: PyTree = None,
+        **optimizer_args: Any,
+    ) -> StepReport:
+        """The report of a step; model and optimizer are updated in place."""
+        carried = _split(model, optimizer)
+        replicated = self.compiled.replicate(replicated)
+        found, report = self.compiled(carried, batch, rng, optimizer_args, replicated)
+        _, *states, updated = found
+        nnx.update(model, *states)
+        # An optimizer shares nothing, so that it is a plain pytree, much faster than nnx.update.
+        for old, new in zip(_find_variables(optimizer), _find_variables(updated), strict=True):
+            old.set_value(new.get_value())
+        return report
+
+    def lower(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        batch: Batch,
+        rng: Array | None = None,
+        *,
+        replicated: PyTree = None,
+        **optimizer_args: Any,
+    ) -> Lowered:
+        """JAX's `Lowered` of the step for these arguments: nothing is run."""
+        carried = _split(model, optimizer)
+        return self.compiled.lower(carried, batch, rng, optimizer_args, replicated)
+
+
+def _split(model: Any, optimizer: Any) -> tuple[Any, ...]:
+    _check_pair(model, optimizer)
+    model_def, *states = nnx.split(model, optimizer.wrt, nnx.RngKey, ...)
+    return (model_def, *states, optimizer)
 
 
 def make_nnx_train_step(
@@ -34,6 +85,8 @@ def make_nnx_train_step(
     engine: str = "shard_map",
     coefficients: Mapping[str, Any] | None = None,
     rng_per: str = "rank",
+    grad_norm: bool = False,
+    donate: bool = True,
     axis_name: AxisName = "data",
 ) -> NnxTrainStep:
     """A compiled step `(model, optimizer, batch, rng=None) -> report` that updates both in place.
@@ -56,15 +109,18 @@ def make_nnx_train_step(
             global view of `jit` has one for all rows. `"example"` gives `loss_fn` an array of keys
             `[rows]`, each made of the rng and the row's id alone, and refuses a model that draws
             from streams of its own.
+        grad_norm: whether `report.grad_norm` is the norm of the global gradient.
+        donate: whether the step may write into the arrays of the model and the optimizer. With
+            False whoever else holds them may go on reading, at the price of a second set in memory.
         axis_name: the data axis.
 
     Returns:
         A function that compiles once for a run, short last steps included, and as often as the
         model's structure changes, as by `model.eval()`. It places the model and the optimizer on
         the mesh if they are elsewhere. Arrays that they held before are donated: read them from the
-        model. `replicated=` is a pytree of what is no row, as in `make_train_step`. Further keyword
-        arguments go to the optimizer's `update`; an optimizer made by
-        `weighted_multi_steps` is given the step's weight by itself.
+        model. `step.lower(model, optimizer, batch)` is JAX's `Lowered` of it. `replicated=` is a
+        pytree of what is no row, as in `make_train_step`. Further keyword arguments go to the
+        optimizer's `update`; what an optimizer is given by itself is listed at `make_train_step`.
 
     Raises:
         ValueError: as `make_train_step`; or a variable was added or removed, or a random stream
@@ -95,24 +151,34 @@ def make_nnx_train_step(
         carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
     ) -> tuple[Any, StepReport]:
         model_def, params, keys, rest, optimizer = carried
-        windows = counts_windows(optimizer.opt_state)
-        loss = _of_model(loss_fn, model_def, optimizer.wrt, options)
-        state = {"streams": keys, "variables": rest}
-        report, gradients, state = global_step(loss, options)(params, state, batch, rng, replicated)
-        if windows:
-            extra = {"weight": window_weight(report.loss.terms, coefficients), **extra}
+        gradient = global_step(_of_model(loss_fn, model_def, optimizer.wrt, options), options)
+        old = {"streams": keys, "variables": rest}
+        report, gradients, state = gradient(params, old, batch, rng, replicated)
 
-        def applied(carried: Any) -> Any:
-            params, optimizer = carried
+        def evaluate(arrays: PyTree) -> tuple[Array, PyTree]:
+            # an optimizer sees arrays where a model has variables
+            elsewhere = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(arrays))
+            found, gradients, _ = gradient(elsewhere, old, batch, rng, replicated)
+            return found.loss.value, nnx.as_pure(gradients)
+
+        def apply(bound: Any, trained: Any) -> Any:
+            params, optimizer = trained
             model = nnx.merge(model_def, params, keys, state["variables"], copy=True)
             updated = jax.tree.map(lambda leaf: leaf, optimizer)
-            updated.update(model, gradients, **extra)
+            updated.tx = bound
+            updated.update(model, gradients)
+            updated.tx = optimizer.tx
             return nnx.state(model, optimizer.wrt), updated
 
-        trained = (params, optimizer)
-        trained = applied(trained) if windows else apply_unless(report.skipped, applied, trained)
-        params, optimizer = trained
-        return (model_def, params, keys, state["variables"], optimizer), report
+        tx, opt_state, pure = optimizer.tx, optimizer.opt_state, nnx.as_pure(gradients)
+        offered = make_arguments(tx, opt_state, report, pure, evaluate, coefficients)
+        arguments = {**offered, **nnx.as_pure(extra)}
+        (params, optimizer), stepped = run_optimizer(
+            tx, opt_state, arguments, report.skipped, apply, (params, optimizer)
+        )
+        norm = take_norm(gradients) if grad_norm else None
+        carried = (model_def, params, keys, state["variables"], optimizer)
+        return carried, replace(report, stepped=stepped, grad_norm=norm)
 
     def check(
         carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
@@ -120,31 +186,9 @@ def make_nnx_train_step(
         del replicated  # anything that a loss function may be given
         *_, optimizer = carried
         check_call(batch, rng, options)
-        check_optimizer_args(optimizer.tx, extra)
+        check_optimizer(optimizer.tx, optimizer.opt_state, extra)
 
-    run = compile_once(step, options.mesh, axis_name, check=check)
-
-    def train_step(
-        model: nnx.Module,
-        optimizer: nnx.Optimizer,
-        batch: Batch,
-        rng: Array | None = None,
-        *,
-        replicated: PyTree = None,
-        **optimizer_args: Any,
-    ) -> StepReport:
-        _check_pair(model, optimizer)
-        model_def, *states = nnx.split(model, optimizer.wrt, nnx.RngKey, ...)
-        carried = (model_def, *states, optimizer)
-        replicated = meshes.place(replicated, meshes.replicated_sharding(options.mesh))
-        (_, *states, updated), report = run(carried, batch, rng, optimizer_args, replicated)
-        nnx.update(model, *states)
-        # An optimizer shares nothing, so that it is a plain pytree, much faster than nnx.update.
-        for old, new in zip(_variables(optimizer), _variables(updated), strict=True):
-            old.set_value(new.get_value())
-        return report
-
-    return train_step
+    return NnxTrainStep(CompiledStep(step, options.mesh, axis_name, check=check, donate=donate))
 
 
 def _of_model(
@@ -161,7 +205,7 @@ def _of_model(
         keys = state["streams"]
         if axis_name is not None and not per_example:
             rank = jax.lax.axis_index(axis_name)
-            keys = jax.tree.map(lambda key: _folded(key, rank), keys)
+            keys = jax.tree.map(lambda key: _fold_rank(key, rank), keys)
         model = nnx.merge(model_def, params, keys, state["variables"], copy=True)
         sums = loss_fn(model, batch, *rng, **given)
         new_def, _, _, variables = nnx.split(model, wrt, nnx.RngKey, ...)
@@ -178,11 +222,11 @@ def _of_model(
     return of_model
 
 
-def _variables(tree: Any) -> list[nnx.Variable]:
+def _find_variables(tree: Any) -> list[nnx.Variable]:
     return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
-def _folded(key: Array, rank: Array) -> Array:
+def _fold_rank(key: Array, rank: Array) -> Array:
     fold = jax.random.fold_in
     for _ in range(key.ndim):  # a stream may have been split
         fold = jax.vmap(fold, in_axes=(0, None))

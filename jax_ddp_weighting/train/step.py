@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jax_ddp_weighting._arguments import check_at_least
-from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch
+from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch, check_is_global
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.gradient import (
@@ -36,13 +35,20 @@ class StepReport:
         loss: the global loss and its terms.
         weight: the accepted weight of the batch, summed over all ranks; an integer where weights
             are integers (2**31 - 1, if 32 bits cannot hold it).
-        skipped: whether nothing was applied, because nothing in the step that pulls on the
-            parameters had any weight, or because some of its weights are bad.
+        skipped: whether the batch had no weight: nothing in it that pulls on the parameters counts,
+            or some of its weights are bad.
+        stepped: whether the optimizer applied an update in this call: where the batch was not
+            skipped (and `optax.apply_if_finite`, if it is there, let the update pass); under
+            `weighted_multi_steps` where a window of any weight closed, be it on a skipped batch.
+        grad_norm: the norm of the global gradient before the optimizer, float32 at least, if the
+            step was made with `grad_norm=True`; else None.
     """
 
     loss: GlobalLoss
     weight: Array
     skipped: Bool[Array, ""]
+    stepped: Bool[Array, ""]
+    grad_norm: Float[Array, ""] | None = None
 
     @property
     def bad_weights(self) -> Array:
@@ -163,7 +169,8 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         # With bad weights all of them are 0, so that such a step is one without weight.
         skipped = ~((found.accepted != 0) & jnp.any(jnp.stack(pulling)))
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, found.state)
-        return StepReport(found.loss, found.accepted, skipped), found.gradients, state
+        report = StepReport(found.loss, found.accepted, skipped, ~skipped)
+        return report, found.gradients, state
 
     return step
 
@@ -188,15 +195,6 @@ def _example_keys(rng: Array, ids: Array) -> Array:
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     high = fold(rng, words[0].astype(jnp.uint32))
     return jax.vmap(jax.random.fold_in)(high, words[1].astype(jnp.uint32))
-
-
-def check_optimizer_args(tx: Any, extra: Mapping[str, Any]) -> None:
-    """Raises `TypeError` if the optimizer would not be given what the step was given for it."""
-    if extra and not isinstance(tx, optax.GradientTransformationExtraArgs):
-        raise TypeError(
-            f"train step: optimizer must take extra arguments to be given {sorted(extra)}, got "
-            f"{type(tx).__name__}. weighted_multi_steps, for one, takes flush."
-        )
 
 
 def check_takes(
@@ -237,6 +235,7 @@ def _check_batch(batch: Any, options: StepOptions) -> None:
     check_batch("train step: batch must be a Batch", batch, MAKE_OR_READ_BATCHES)
     # of the whole batch: the ranks would split what is no row without a word
     check_rows(batch, caller="train step")
+    check_is_global(batch, options.mesh, caller="train step")
     rows, ranks = batch.weights.shape[0], options.ranks
     if rows % ranks:
         raise ValueError(

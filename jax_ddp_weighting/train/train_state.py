@@ -1,29 +1,62 @@
 """One optimizer step over all ranks: the global gradient, applied once, or skipped when empty."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import optax
 from jax.sharding import Mesh
+from jax.stages import Lowered
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
-from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.accumulation import apply_unless, counts_windows, window_weight
-from jax_ddp_weighting.train.compilation import compile_once
+from jax_ddp_weighting.train.compilation import CompiledStep
+from jax_ddp_weighting.train.optimizer import (
+    check_optimizer,
+    make_arguments,
+    run_optimizer,
+    take_norm,
+)
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
     check_call,
-    check_optimizer_args,
     check_takes,
     global_step,
 )
 from jax_ddp_weighting.weighting.loss_terms import LossFn
 
-TrainStep = Callable[..., tuple[Any, StepReport]]
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A compiled step for a flax `TrainState`, as `make_train_step` makes it."""
+
+    compiled: CompiledStep
+
+    def __call__(
+        self,
+        state: Any,
+        batch: Batch,
+        rng: Array | None = None,
+        *,
+        replicated: PyTree = None,
+        **optimizer_args: Any,
+    ) -> tuple[Any, StepReport]:
+        """The state after the step, and its report."""
+        replicated = self.compiled.replicate(replicated)
+        return self.compiled(state, batch, rng, optimizer_args, replicated)
+
+    def lower(
+        self,
+        state: Any,
+        batch: Batch,
+        rng: Array | None = None,
+        *,
+        replicated: PyTree = None,
+        **optimizer_args: Any,
+    ) -> Lowered:
+        """JAX's `Lowered` of the step for these arguments, or their shapes: nothing is run."""
+        return self.compiled.lower(state, batch, rng, optimizer_args, replicated)
 
 
 def make_train_step(
@@ -35,6 +68,8 @@ def make_train_step(
     coefficients: Mapping[str, Any] | None = None,
     mutable: str | Sequence[str] = (),
     rng_per: str = "rank",
+    grad_norm: bool = False,
+    donate: bool = True,
     axis_name: AxisName = "data",
 ) -> TrainStep:
     """A compiled step `(state, batch, rng=None) -> (state, report)` for a flax `TrainState`.
@@ -66,22 +101,37 @@ def make_train_step(
             has one rng for all rows. `"example"` gives `loss_fn` an array of keys `[rows]`, each
             made of the rng and the row's id alone, so that dropout is the same for every number of
             ranks, rows and microbatches.
+        grad_norm: whether `report.grad_norm` is the norm of the global gradient.
+        donate: whether the step may write into the state that it is given. With False that state
+            stays good, at the price of a second one in memory.
         axis_name: the data axis.
 
     Returns:
         A function that compiles once for a run, short last steps included. It places the state and
         the batch on the mesh if they are elsewhere, and donates the state that it was given: use
-        the one that it returns. `replicated=` is a pytree of what is no row, such as class weights
-        or a teacher: every rank and microbatch is given it whole, as `loss_fn(..., replicated=...)`
-        (placed on the mesh beforehand, it is not copied there at every step). Further keyword
-        arguments go to the optimizer's `update`; an
-        optimizer made by `weighted_multi_steps` is given the step's weight by itself, and a step
-        without weight still has its place in the window.
+        the one that it returns. `step.lower(state, batch)` is JAX's `Lowered` of it.
+
+        `replicated=` is a pytree of what is no row, such as class weights or a teacher: every rank
+        and microbatch is given it whole, as `loss_fn(..., replicated=...)`. Placed on the mesh
+        beforehand, it is not copied there at every step.
+
+        Further keyword arguments go to the optimizer's `update`. One that takes extra arguments is
+        given those of the step by itself: `value` and `grad`, the global loss and its gradient;
+        `value_fn(params)` and `grad_fn(params, _)`, both for this batch at other parameters, as
+        line searches and `optax.contrib.sam` ask for them; `terms`, each term's `WeightedSum`. An
+        optimizer made by `weighted_multi_steps` is given the step's weight too, and a step without
+        weight still has its place in the window.
+
+        Of a loss of several terms one may be absent from a step that others have weight in. Its
+        gradient is 0 then, but an optimizer such as AdamW still moves the parameters that only this
+        term pulls on. Where they must stay, let the optimizer ask for the term (below).
 
     Raises:
         ValueError: the mesh lacks the axis, an option is unknown, the batch's rows do not divide by
-            the ranks and microbatches, or a collection may differ from rank to rank.
-        TypeError: the step is given something else than a state, a `Batch` and a key. See
+            the ranks and microbatches, a collection may differ from rank to rank, or the state was
+            given away to an earlier step.
+        TypeError: the step is given something else than a state, a `Batch` and a key, or an
+            optimizer that accumulates by votes, such as `optax.MultiSteps`. See
             `value_and_grad` for what a loss function may do wrong.
 
     Example:
@@ -113,6 +163,28 @@ def make_train_step(
         ...     return weighted_sum(errors**2, batch.weights)
         >>> step = make_train_step(towards, data_mesh(1))
         >>> state, report = step(state, batch, replicated={"w": jnp.float32(0.5)})
+
+        Parameters that stay where their own term is absent:
+
+        >>> def only_with(name, tx):
+        ...     def is_present(count, *, terms, **_):
+        ...         return terms[name].weight > 0
+        ...     return optax.conditionally_mask(tx, is_present, forward_extra_args=True)
+        >>> tx = optax.partition(
+        ...     {name: only_with(name, optax.adamw(0.1)) for name in "ab"}, {"a": "a", "b": "b"}
+        ... )
+        >>> def two_terms(params, batch):
+        ...     rows = {"a": batch.data < 5, "b": batch.data > 5}
+        ...     return {
+        ...         k: weighted_sum((params[k] - batch.data) ** 2, batch.weights * rows[k])
+        ...         for k in "ab"
+        ...     }
+        >>> step = make_train_step(two_terms, data_mesh(1), coefficients={"a": 1.0, "b": 1.0})
+        >>> params = {"a": jnp.float32(1), "b": jnp.float32(1)}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=tx)
+        >>> state, report = step(state, batch)  # the row of value 9 has weight 0
+        >>> float(state.params["a"]) > 1, float(state.params["b"])
+        (True, 1.0)
     """
     options = StepOptions(
         "make_train_step", mesh, microbatches, engine, coefficients, rng_per, axis_name
@@ -123,17 +195,28 @@ def make_train_step(
     def step(
         state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
     ) -> tuple[Any, StepReport]:
-        collections = {name: getattr(state, name) for name in names}
-        report, gradients, collections = gradient(state.params, collections, batch, rng, replicated)
-        windows = counts_windows(state.opt_state)
-        if windows:
-            extra = {"weight": window_weight(report.loss.terms, coefficients), **extra}
+        old = {name: getattr(state, name) for name in names}
+        report, gradients, collections = gradient(state.params, old, batch, rng, replicated)
 
-        def applied(state: Any) -> Any:
-            return _applied(state, gradients, collections, extra)
+        def evaluate(params: PyTree) -> tuple[Array, PyTree]:
+            elsewhere, gradients, _ = gradient(params, old, batch, rng, replicated)
+            return elsewhere.loss.value, gradients
 
-        state = applied(state) if windows else apply_unless(report.skipped, applied, state)
-        return state, report
+        def apply(optimizer: Any, state: Any) -> Any:
+            # TrainState knows no extra arguments, so they are bound to its optimizer for one call.
+            bound = state.replace(tx=optimizer)
+            bound = bound.apply_gradients(grads=gradients, **collections)
+            return bound.replace(tx=state.tx)
+
+        offered = make_arguments(
+            state.tx, state.opt_state, report, gradients, evaluate, coefficients
+        )
+        arguments = {**offered, **extra}
+        state, stepped = run_optimizer(
+            state.tx, state.opt_state, arguments, report.skipped, apply, state
+        )
+        norm = take_norm(gradients) if grad_norm else None
+        return state, replace(report, stepped=stepped, grad_norm=norm)
 
     def check(
         state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
@@ -141,22 +224,9 @@ def make_train_step(
         del replicated  # anything that a loss function may be given
         _check_state(state, names)
         check_call(batch, rng, options)
-        check_optimizer_args(state.tx, extra)
+        check_optimizer(state.tx, state.opt_state, extra)
 
-    run = compile_once(step, options.mesh, axis_name, check=check)
-
-    def train_step(
-        state: Any,
-        batch: Batch,
-        rng: Array | None = None,
-        *,
-        replicated: PyTree = None,
-        **optimizer_args: Any,
-    ) -> tuple[Any, StepReport]:
-        replicated = meshes.place(replicated, meshes.replicated_sharding(options.mesh))
-        return run(state, batch, rng, optimizer_args, replicated)
-
-    return train_step
+    return TrainStep(CompiledStep(step, options.mesh, axis_name, check=check, donate=donate))
 
 
 def _with_collections(loss_fn: LossFn, names: tuple[str, ...]) -> LossFn:
@@ -184,18 +254,6 @@ def _with_collections(loss_fn: LossFn, names: tuple[str, ...]) -> LossFn:
         return sums, {name: updates[name] for name in names}
 
     return with_collections
-
-
-def _applied(
-    state: Any, gradients: PyTree, collections: dict[str, PyTree], extra: dict[str, Any]
-) -> Any:
-    if not extra:
-        return state.apply_gradients(grads=gradients, **collections)
-    # TrainState knows no extra arguments, so they are bound to its optimizer for the one call.
-    tx = state.tx
-    bound = optax.GradientTransformation(tx.init, partial(tx.update, **extra))
-    state = state.replace(tx=bound).apply_gradients(grads=gradients, **collections)
-    return state.replace(tx=tx)
 
 
 def _check_state(state: Any, names: tuple[str, ...]) -> None:

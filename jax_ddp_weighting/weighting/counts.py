@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.dtypes import widen
 
 LARGEST = 2**31 - 1
 DOES_NOT_FIT = -(2**31)
@@ -59,14 +60,14 @@ def is_count(value: Any) -> bool:
     return isinstance(value, Count)
 
 
-def widen(value: Any) -> Array:
+def as_wide(value: Any) -> Array:
     """An array of at least float32, or int32 for integers and bools, so that it can be added to.
 
     bfloat16 stops counting at 256, float16 ends at 65,504, and int8 is back at -128 after 127.
     """
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jnp.inexact):
-        return value.astype(jnp.promote_types(jnp.float32, value.dtype))
+        return value.astype(widen(jnp.float32, value.dtype))
     if not (jnp.issubdtype(value.dtype, jnp.integer) or value.dtype == jnp.bool_):
         return value  # keys: refused elsewhere, in words
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
@@ -93,7 +94,7 @@ def sum_weights(weights: Array) -> tuple[Sum, Array]:
     an all-reduce.
     """
     bits = _bits(weights.dtype)
-    weights = widen(weights)
+    weights = as_wide(weights)
     bad = is_bad(weights)
     kept = jnp.where(bad, 0, weights)
     if weights.dtype == jnp.int32:
@@ -136,16 +137,16 @@ def to_weight(total: Sum, bad: Array, dtype: Any) -> Array:
 
 def add_checked(totals: tuple[Any, Any], weights: tuple[Any, Any]) -> tuple[Array, Array]:
     """Two totals and two weights added; the weight is bad if one was, or if a sum does not fit."""
-    bad = is_bad(widen(weights[0])) | is_bad(widen(weights[1]))
+    bad = is_bad(as_wide(weights[0])) | is_bad(as_wide(weights[1]))
     dtypes = [widened_dtype(*pair) for pair in (totals, weights)]
-    sums = [_add(as_sum(widen(a)), as_sum(widen(b))) for a, b in (totals, weights)]
+    sums = [_add(as_sum(as_wide(a)), as_sum(as_wide(b))) for a, b in (totals, weights)]
     return _checked(sums, bad, dtypes)
 
 
 def psum_checked(total: Any, weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
     """Both summed over the ranks; the weight is bad if one was, or if a sum does not fit."""
     dtypes = [widened_dtype(each) for each in (total, weight)]
-    total, weight = as_sum(widen(total)), widen(weight)
+    total, weight = as_sum(as_wide(total)), as_wide(weight)
     bad = is_bad(weight)
     weight = as_sum(jnp.where(bad, 0, weight))
     sums, bad = lax.psum(((total, weight), bad.astype(jnp.int32)), axis_name)
@@ -154,9 +155,10 @@ def psum_checked(total: Any, weight: Any, axis_name: AxisName) -> tuple[Array, A
 
 def widened_dtype(*values: Any) -> Any:
     """The dtype of a sum of the values: at least float32, or int32."""
-    dtype = jnp.result_type(*(jnp.result_type(value) for value in values))
-    least = jnp.float32 if jnp.issubdtype(dtype, jnp.inexact) else jnp.int32
-    return jax.dtypes.canonicalize_dtype(jnp.promote_types(least, dtype))
+    dtypes = [jnp.result_type(value) for value in values]
+    inexact = any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+    wide = widen(jnp.float32 if inexact else jnp.int32, *dtypes)
+    return jax.dtypes.canonicalize_dtype(wide)
 
 
 def _add(a: Sum, b: Sum) -> Sum:

@@ -31,6 +31,7 @@ from jax_ddp_weighting.weighting.denominators import (
     sum_step_weights,
     to_denominators,
 )
+from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import (
     LossFn,
     check_axes,
@@ -505,7 +506,7 @@ def _like(value: Array, model: Array) -> Array:
 
 
 def _zeros_like(leaf: Array) -> Array:
-    return mesh.zeros_like(leaf, jnp.promote_types(jnp.float32, leaf.dtype))
+    return mesh.zeros_like(leaf, widen(jnp.float32, leaf.dtype))
 
 
 def _parameter(path: Any, leaf: Any) -> Array:

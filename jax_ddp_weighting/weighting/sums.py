@@ -18,13 +18,14 @@ from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.counts import (
     LARGEST,
     add_checked,
+    as_wide,
     is_bad,
     psum_checked,
     sum_weights,
     to_weight,
-    widen,
     widened_dtype,
 )
+from jax_ddp_weighting.weighting.dtypes import widen
 
 
 @jax.tree_util.register_dataclass
@@ -78,10 +79,15 @@ class WeightedSum:
 
     def whole(self) -> "WeightedSum":
         """The same with nothing left `beyond`: as floats, if anything may be."""
-        total, weight = widen(self.total), widen(self.weight)
+        total, weight = as_wide(self.total), as_wide(self.weight)
         if self.beyond is None:
             return WeightedSum(total, weight)
-        return WeightedSum(total + self.beyond.total, weight + self.beyond.weight)
+        return WeightedSum(
+            *(
+                each.astype(widened_dtype(each, rest)) + rest
+                for each, rest in ((total, self.beyond.total), (weight, self.beyond.weight))
+            )
+        )
 
     def mean(self) -> Scalar:
         """`total / weight`; 0, with gradient 0, where the weight is 0. The weight gets none.
@@ -161,8 +167,8 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
     if losses.dtype == jnp.bool_ and not fractional:
         dtype = wide
     else:
-        dtype = jnp.promote_types(jnp.float32, losses.dtype)
-        dtype = jnp.promote_types(dtype, wide) if fractional else dtype
+        dtype = widen(jnp.float32, losses.dtype)
+        dtype = widen(dtype, wide) if fractional else dtype
     weight, bad = sum_weights(weights)
     # a bad weight is in no product either: 0 times the gradient of NaN would be NaN
     weights = jnp.where(is_bad(weights), 0, weights).astype(dtype)
@@ -172,7 +178,7 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
 
 def _count_all(losses: Array) -> WeightedSum:
     """The sum of losses that weigh 1 each: how many they are is no sum, and known beforehand."""
-    dtype = jnp.int32 if losses.dtype == jnp.bool_ else jnp.promote_types(jnp.float32, losses.dtype)
+    dtype = jnp.int32 if losses.dtype == jnp.bool_ else widen(jnp.float32, losses.dtype)
     weight = jnp.asarray(losses.size, jnp.int32 if losses.size <= LARGEST else jnp.float32)
     return WeightedSum(jnp.sum(losses.astype(dtype)), weight)
 
@@ -223,7 +229,7 @@ def divide(total: Any, weight: Any) -> Array:
     """
     total, weight = jnp.asarray(total), lax.stop_gradient(jnp.asarray(weight))
     floating = jnp.issubdtype(total.dtype, jnp.inexact)
-    dtype = jnp.promote_types(jnp.float32, total.dtype) if floating else jnp.result_type(float)
+    dtype = widen(jnp.float32, total.dtype) if floating else jnp.result_type(float)
     empty = weight == 0
     safe = jnp.where(empty, jnp.ones_like(weight), weight).astype(dtype)
     return jnp.where(empty, jnp.zeros((), dtype), total.astype(dtype) / safe)

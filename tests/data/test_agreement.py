@@ -36,6 +36,7 @@ def test_a_record_holds_all_that_decides_who_reads_what():
         "steps": 2,
         "accepted": 47,
         "library_version": jax_ddp_weighting.__version__,
+        "start_step": 0,
     }
 
 

@@ -155,6 +155,54 @@ def test_the_longest_first_batch_sets_the_rows():
     assert [batch.weights.tolist() for batch in found] == [[1, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1]]
 
 
+NO_ROWS = Batch.of(np.zeros(0, np.float32))
+
+
+def means(*streams, convention="example"):
+    """Each step's mean over all rows, or of the votes."""
+    gradient = jax.jit(value_and_grad(loss_fn))
+    joined = join_batches(list(streams), data_mesh(len(streams)), convention=convention)
+    return [round(float(gradient({"w": 1.0}, batch)[1]["w"]), 6) for batch in joined]
+
+
+def rows(*values):
+    """A stream of batches, each of one row or of none."""
+    return [NO_ROWS if value is None else Batch.of(np.float32([value])) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "right"),
+    [
+        ((2, 3, 4), (6, None, 8), [4, 3, 6]),  # to leave it out would give 4, 5.5, 4
+        ((2, None, 4), (6, None, 8), [4, 0, 6]),  # nobody has anything: a step of no weight
+        ((None, 3, 4), (6, 5), [6, 4, 4]),
+        ((2, 3), (6, None), [4, 3]),
+        ((2, 3), (None,), [2, 3]),
+        ((None,), (None, 5), [0, 5]),
+    ],
+)
+def test_a_batch_of_no_rows_counts_as_weight_0(first, second, right):
+    assert means(rows(*first), rows(*second)) == right
+
+
+def test_a_stream_votes_with_no_weight_where_its_batch_has_no_rows():
+    streams = rows(2, 3, 4), rows(6, None, 8)
+    assert means(*streams, convention="active_ranks") == [4, 3, 6]
+    assert means(*streams, convention="initial_ranks") == [4, 1.5, 6]
+
+
+def test_a_batch_of_no_rows_may_be_of_another_dtype_and_is_finite():
+    def ratio(params, batch):
+        return weighted_sum(params["w"] / batch.data, batch.weights)
+
+    stream = [Batch.of(np.float32([4, 2])), Batch.of(np.zeros(0)), Batch.of(np.float32([1]))]
+    gradient = jax.jit(value_and_grad(ratio))
+    found = [
+        float(gradient({"w": 1.0}, batch)[1]["w"]) for batch in join_batches(stream, data_mesh(2))
+    ]
+    assert found == [0.375, 0.0, 1.0]
+
+
 def test_streams_without_anything_are_no_steps():
     assert list(join_batches([], data_mesh(2))) == []
     assert list(join_batches([[], iter(())], data_mesh(2))) == []
@@ -210,7 +258,6 @@ FIRST = Batch.of({"x": np.zeros((2, 3), np.float32)})
             Batch.of({"x": np.zeros((3, 3), np.float32)}),
             r"at most the 2 rows of .* got 3",
         ),
-        (Batch.of({"x": np.zeros((0, 3), np.float32)}), r"a batch must have rows, got none"),
         (
             Batch.of(FIRST.data, ids=np.array([0, 2**40])),
             r"at most 32 bits while x64 is off",

@@ -53,16 +53,16 @@ def raising(at):
         raise OSError("disk gone")
     yield from steps(10 - at)
 
-def told(name, stream, mesh=mesh, **options):
+def told(case, stream, mesh=mesh, **options):
     seen, start, took = 0, time.monotonic(), 0.0
     try:
         for batch in jdw.join_batches(stream, mesh, **options):
             seen += 1
             start = time.monotonic()
-        print(name, seen, "no error", flush=True)
+        print(case, seen, "no error", flush=True)
     except RuntimeError as error:
         bounded = time.monotonic() - start < options.get("timeout_s", 30) + 2
-        print(name, seen, bounded, str(error).replace("\n", " "), flush=True)
+        print(case, seen, bounded, str(error).replace("\n", " "), flush=True)
 
 told("raises", raising(3))
 told("raises at once", raising(0))
@@ -76,6 +76,7 @@ def changing():
 told("changes", changing())
 told("forms", [jdw.Batch.of(np.zeros((1, 1 + rank), np.float32))])
 told("conventions", steps(1), convention=["example", "active_ranks"][rank // 2])
+told("names", steps(1), name=f"epoch {rank // 2}")
 if rank < 2:  # a mesh of some processes alone
     told("two of three", steps(rank + 1), Mesh(np.array(jax.devices()[:2]), ("data",)))
 
@@ -122,6 +123,11 @@ TOLD = {
         0,
         "all ranks must have one form of rows and one convention, got convention is "
         "'active_ranks' on process 2, 'example' on processes 0, 1",
+    ),
+    "names": (
+        0,
+        "all ranks must have one form of rows and one convention, got name is 'epoch 1' on "
+        "process 2, 'epoch 0' on processes 0, 1",
     ),
     "killed": (2, "rank 2 (process 2) absent at step 2, the devices say: "),
 }
@@ -175,3 +181,55 @@ def test_a_rank_that_leaves_early_is_named_and_rank_0s_death_ends_all():
     assert ended[1].code in (-6, 1)  # jax 0.9 exits, newer ones abort
     assert ended[1].out == ""
     assert "JAX distributed service detected fatal errors" in ended[1].err
+
+
+# A loop that reads each step's loss waits inside XLA, where no error can reach it.
+READS = r"""
+import os, time
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+import jax_ddp_weighting as jdw
+
+mesh = jdw.data_mesh()
+
+def loss_fn(params, batch):
+    return jdw.weighted_sum((params["w"] - batch.data) ** 2, batch.weights)
+
+step = jdw.make_train_step(loss_fn, mesh)
+state = TrainState.create(apply_fn=None, params={"w": jnp.float32(0)}, tx=optax.sgd(0.1))
+joined = jdw.join_batches([jdw.Batch.of(np.ones(2, np.float32))] * 9, mesh, timeout_s=4)
+start = time.monotonic()
+try:
+    for number, batch in enumerate(joined):
+        if rank == 1 and LEAVES:
+            break
+        state, report = step(state, batch)
+        loss = float(report.loss.value)
+        start = time.monotonic()
+        if rank == 1 and GOES_ON_ELSEWHERE:
+            break
+except RuntimeError as error:
+    print(number, time.monotonic() - start < 8, error, flush=True)
+if rank == 1:
+    del joined
+    time.sleep(12)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_does_not_come_to_a_step_is_named_in_time_though_each_loss_is_read():
+    program = READS.replace("LEAVES", "False").replace("GOES_ON_ELSEWHERE", "number == 2")
+    ended = processes.launch(program, 3, timeout_s=60, heartbeat_s=60)
+    for rank in (0, 2):
+        said = "2 True join_batches: rank 1 (process 1) absent at step 4, after 4 s. Look at the"
+        assert ended[rank].out.startswith(said), ended
+
+
+def test_a_rank_that_leaves_a_step_that_others_run_is_named_in_the_log_in_time():
+    program = READS.replace("LEAVES", "number == 2").replace("GOES_ON_ELSEWHERE", "False")
+    ended = processes.launch(program, 3, timeout_s=60, heartbeat_s=60)
+    for rank in (0, 2):
+        assert "join_batches: this process has been at step 2 for 4 s: rank 1 (process 1) left "
+        assert "left the loop at step 2. A step ends when" in ended[rank].err, ended

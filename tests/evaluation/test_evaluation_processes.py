@@ -179,6 +179,19 @@ shows(gather_by_id([rank], [0], [7]))
 none = np.zeros(0, int)
 shows(gather_by_id(none, none, np.zeros((0, 2)), num_examples=0))
 fails(mine, weights, mine, num_examples=7)
+# a process without steps cannot know what the others hold
+tree = {"a": [mine, {"b": mine}]} if mine else []
+found = gather_by_id(mine, weights, tree, num_examples=6).predictions
+print(found["a"][0].tolist() == found["a"][1]["b"].tolist() == list(range(6)))
+by_step = gather_by_id(*steps, [{"x": step} for step in steps[0]], num_examples=6)
+print(by_step.predictions["x"].tolist())
+
+class Own:
+    def __init__(self, x):
+        self.x = x
+
+jax.tree_util.register_pytree_node(Own, lambda own: ((own.x,), None), lambda _, x: Own(*x))
+fails(mine, weights, Own(np.array(mine)) if mine else [], num_examples=6)
 
 # fewer examples than ranks: the last rank has padding alone, and takes the same steps
 mesh = jdw.data_mesh()
@@ -210,6 +223,11 @@ def test_three_processes_with_uneven_shards_and_an_empty_one():
             "([], [])",
             "CoverageError gather_by_id: 1 of 7 ids omitted (6), 0 duplicated. "
             'tail="drop" cuts the tail; tail="mask" keeps every id once.',
+            "True",
+            "[0, 1, 2, 3, 4, 5]",
+            "ValueError gather_by_id: predictions must be dicts with string keys, lists, tuples "
+            "and arrays where a process gives an empty list, got PyTreeDef(CustomNode(Own[None], "
+            "[*])). A process without rows gives arrays [0, ...] of the same structure.",
             "1.0 2 1",
             "([0, 1], [0.0, 1.0])",
             "21.0 7 2",

@@ -288,3 +288,51 @@ def test_bad_arguments_are_refused():
         evaluate(losses, [], data_mesh(1), axis_name="batch")
     with pytest.raises(TypeError, match="batches must be Batches, got tuple"):
         evaluate(losses, [(1, 2)], data_mesh(1))
+
+
+# --- rates, empty batches, and votes of ranks that have ended -------------------------------------
+
+
+def errors_per_word(batch):
+    errors, words = batch.data
+    return {
+        "rate": WeightedSum(jnp.sum(errors * batch.weights), jnp.sum(words * batch.weights)),
+        "lossy": weighted_sum(errors / words, words * batch.weights),
+    }
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 4), (1, 3), (2, 2), (4, 4)])
+def test_a_rate_of_two_sums_keeps_the_errors_of_rows_without_words(ranks, rows):
+    errors, words = np.int32([1, 2, 0, 5]), np.int32([4, 0, 6, 10])
+    plan = EpochPlan(4, num_replicas=ranks, batch_size=-(-rows // ranks), shuffle=False)
+    mesh = data_mesh(ranks)
+    steps = batches(plan, 0, lambda ids: (errors[ids], words[ids]), mesh)
+    found = evaluate(errors_per_word, steps, mesh)
+    assert found["rate"] == 0.4
+    assert found.sums["rate"] == WeightedSum(8, 20)
+    assert found["lossy"] == pytest.approx(0.3)  # what is documented: the row of no words is gone
+
+
+def total(batch):
+    return weighted_sum(batch.data.sum(axis=-1), batch.weights)
+
+
+@pytest.mark.parametrize("nothing", [np.zeros((0, 3), np.float32), np.zeros(0)])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_batch_of_no_rows_counts_nothing(nothing, ranks):
+    full = Batch.of(np.arange(12, dtype=np.float32).reshape(4, 3))
+    found = evaluate(total, [full, Batch.of(nothing), full], data_mesh(ranks))
+    assert (found["loss"], found.accepted, found.steps) == (16.5, 8, 3)
+
+
+def test_a_first_batch_of_no_rows_counts_nothing():
+    full = Batch.of(np.arange(12, dtype=np.float32).reshape(4, 3))
+    empty = Batch.of(np.zeros((0, 3), np.float32))
+    found = evaluate(total, [empty, full], data_mesh(4))
+    assert (found["loss"], found.accepted, found.steps) == (16.5, 4, 2)
+
+
+def test_votes_of_ranks_that_have_ended_are_refused():
+    batch = Batch(np.ones((2, 3)), np.arange(2), np.ones(2), np.array([2.0, 0.0]))
+    with pytest.raises(ValueError, match=r"evaluate: batches must count .* got Batch\.missing"):
+        evaluate(total, [batch], data_mesh(1))

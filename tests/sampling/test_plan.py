@@ -279,7 +279,7 @@ def test_plans_of_equal_orders_are_equal():
         ),
         ([0, 3], {}, ValueError, r"ids of an order must be in \[0, 2\), got 3\. .* give num_exam"),
         ([0, -3], {"num_examples": 9}, ValueError, "ids must be at least 0, got -3"),
-        ([0.0, 1.0], {}, TypeError, "GivenOrder: ids must be integers, got float64"),
+        ([0.0, 1.0], {}, TypeError, "ids must be integers, got float64"),
     ],
 )
 def test_a_bad_order_of_ones_own_is_one_clear_error(ids, options, error, text):

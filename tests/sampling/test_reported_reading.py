@@ -321,8 +321,11 @@ def test_torchdata_maxtext_1760_grain_other_ranks_lose_and_repeat_nothing(before
     assert (audit.num_duplicated > 0) == (after < before)
 
 
-def test_other_ranks_that_do_not_divide_the_position_are_refused():
-    sampler = sampler_at(ranks=4)
-    take(iter(sampler), 1)
-    with pytest.raises(ValueError, match="position must be a multiple of num_replicas, 3, got 4"):
-        sampler_at(sampler.state_dict(), ranks=3)
+@pytest.mark.parametrize("after", [1, 2, 3, 5, 6, 7, 30])
+def test_other_ranks_that_do_not_divide_the_position_read_the_rest(after):
+    before = [sampler_at(ranks=4, rank=rank, tail="mask") for rank in range(4)]
+    ids = [i for sampler in before for i in take(iter(sampler), 1)]
+    state = before[0].state_dict()
+    rest = [list(sampler_at(state, ranks=after, rank=r, tail="mask")) for r in range(after)]
+    audit_ids(ids + flat(rest), 24).check_exactly_once()
+    assert interleaved(rest) == interleaved(read(24, 4, tail="mask"))[4:]

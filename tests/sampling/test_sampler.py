@@ -224,12 +224,12 @@ def test_sharding_twice_that_nobody_can_see_is_found_by_id():
         ),
         ({"order": [1, 1, 0]}, ValueError, r"got 1 more than once\. Pass repeats=True"),
         ({"order": [1, 9, 10]}, ValueError, r"ids of an order must be in \[0, 10\), got 10"),
-        ({"order": [1, -2]}, ValueError, "GivenOrder: ids must be at least 0, got -2"),
-        ({"order": [0.5]}, TypeError, "GivenOrder: ids must be integers, got float64"),
+        ({"order": [1, -2]}, ValueError, "ids must be at least 0, got -2"),
+        ({"order": [0.5]}, TypeError, "ids must be integers, got float64"),
         (
             {"order": [[0, 1]]},
             ValueError,
-            r"GivenOrder: ids must have one axis, got shape \(1, 2\)",
+            r"ids must have one axis, got shape \(1, 2\)",
         ),
     ],
 )

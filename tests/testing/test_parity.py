@@ -1,5 +1,6 @@
 """The seed's own cases, for every parameter's gradient, before any step, in every regime."""
 
+import re
 from dataclasses import replace
 
 import flax.linen as nn
@@ -440,7 +441,7 @@ def test_complex_gradients_are_compared_whole():
         "engine": "vmap",
         "rtol": None,
         "caller": "test",
-        "scaled_by": "params",
+        "sizes": {"params": 3.0},
     }
     (same,) = compare(right, right, **options)
     (other,) = compare({"params": right["params"].real.astype(complex)}, right, **options)
@@ -502,4 +503,200 @@ def test_the_mean_of_local_means_fails_under_the_fake_too():
             [(3, 1)],
             engines=["fake_pmap"],
             gradient=local_mean,
+        )
+
+
+# --- rounding, and what it is measured by ---------------------------------------------------------
+
+# A least squares problem solved exactly: rows pull by up to 20, and together by nothing.
+LINE = np.arange(12.0)
+AROUND = np.array([3.0, -1.0, 4.0, -1.0, 5.0, -9.0, 2.0, -6.0, 5.0, -3.0, 5.0, -4.0])
+
+
+def line_loss(params, batch):
+    x, y = batch.data
+    return weighted_sum((params["slope"] * x + params["at"] - y) ** 2, batch.weights)
+
+
+def at_the_optimum(dtype):
+    slope, at = np.polyfit(LINE, AROUND, 1)
+    params = {"slope": np.asarray(slope, dtype), "at": np.asarray(at, dtype)}
+    return params, Batch.of((LINE.astype(dtype), AROUND.astype(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_gradient_of_nothing_but_rounding_is_right(dtype, microbatches):
+    params, batch = at_the_optimum(dtype)
+    check_gradients(line_loss, params, batch, [(7, 5), (1, 11)], microbatches=microbatches)
+
+
+def test_a_float64_gradient_of_nothing_but_rounding_is_right():
+    params, batch = at_the_optimum(np.float64)
+    check_gradients(line_loss, params, batch, [(7, 5), (1, 11)], float64=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_a_wrong_gradient_is_wrong_at_an_optimum_too(dtype):
+    params, batch = at_the_optimum(dtype)
+    with pytest.raises(ParityError, match="gradient leaves differ"):
+        check_gradients(
+            line_loss, params, batch, [(1, 11)], engines=["shard_map"], gradient=local_mean
+        )
+
+
+def reduced_in_bfloat16(loss_fn, *, axis_name, microbatches, coefficients):
+    """As the wire is made narrow: right, and rounded."""
+    ours = value_and_grad(
+        loss_fn, axis_name=axis_name, microbatches=microbatches, coefficients=coefficients
+    )
+
+    def fn(params, batch):
+        loss, grads = ours(params, batch)
+        narrow = jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads)
+        return loss, narrow
+
+    return fn
+
+
+@pytest.mark.parametrize("engine", ["jit", "shard_map", "vmap", "fake_pmap"])
+def test_a_reduction_in_bfloat16_has_its_cause_and_a_remedy_that_works(engine):
+    arguments = (loss_fn, network_params(), batch_of(np.arange(11)), [(7, 4)])
+    options = {"engines": [engine], "gradient": reduced_in_bfloat16}
+    message = r"is bfloat16's rounding: .* computes in bfloat16. Allow rtol=([\d.]+), or"
+    with pytest.raises(ParityError, match=message) as caught:
+        check_gradients(*arguments, **options)
+    rtol = float(re.search(message, str(caught.value))[1])
+    assert rtol <= 0.02
+    check_gradients(*arguments, rtol=rtol, **options)
+    params, batch = at_the_optimum(np.float32)
+    check_gradients(line_loss, params, batch, [(7, 5)], rtol=rtol, **options)
+
+
+def test_a_mean_of_means_is_no_rounding_though_something_computes_in_bfloat16():
+    def narrow_loss(params, batch):
+        x, y = batch.data
+        out = NETWORK.apply(jax.tree.map(jnp.bfloat16, params), x.astype(jnp.bfloat16))
+        return weighted_sum(jnp.sum((out.astype(y.dtype) - y) ** 2, axis=-1), batch.weights)
+
+    arguments = (narrow_loss, network_params(), batch_of(np.arange(4)), [(3, 1)])
+    with pytest.raises(ParityError, match="Rows count by other weights than their own"):
+        check_gradients(*arguments, engines=["shard_map"], gradient=local_mean)
+
+
+def test_sums_that_cancel_add_up():
+    params, batch = at_the_optimum(np.float32)
+    check_additive(line_loss, params, batch, [(7, 5), (1, 11)])
+
+    def of_the_mean(params, batch):
+        x, y = batch.data
+        return weighted_sum((params["slope"] * x + params["at"] - y.mean()) ** 2, batch.weights)
+
+    with pytest.raises(ParityError, match="sums do not add up"):
+        check_additive(of_the_mean, params, batch, [(1, 11)])
+
+
+# --- keys, states, auxiliary output and losses of one's own ---------------------------------------
+
+
+def noisy_loss(params, batch, rng):
+    x, y = batch.data
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(rng, batch.ids)
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.7, (3,)))(keys)
+    return weighted_sum(jnp.sum(kept * (NETWORK.apply(params, x) - y) ** 2, -1), batch.weights)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_noise_of_each_rows_own_is_part_of_the_proof(microbatches):
+    check_gradients(
+        noisy_loss,
+        network_params(),
+        batch_of(np.arange(5)),
+        [(3, 2)],
+        engines=[*ENGINES, "fake_pmap"],
+        microbatches=microbatches,
+        rng=jax.random.key(3),
+    )
+
+
+def test_noise_of_a_whole_rank_fails_it():
+    def of_the_rank(params, batch, rng):
+        x, y = batch.data
+        kept = jax.random.bernoulli(rng, 0.7, y.shape)
+        return weighted_sum(jnp.sum(kept * (NETWORK.apply(params, x) - y) ** 2, -1), batch.weights)
+
+    arguments = (of_the_rank, network_params(), batch_of(np.arange(5)), [(3, 2)])
+    with pytest.raises(ParityError, match="Rows count by other weights"):
+        check_gradients(*arguments, engines=["vmap"], rng=jax.random.key(3))
+
+
+@pytest.mark.parametrize("float64", [False, True])
+def test_keys_in_a_batch_are_dealt_with_their_rows(float64):
+    def keyed_loss(params, batch):
+        x, keys = batch.data
+        noise = jax.vmap(lambda key: jax.random.normal(key, (3,), jnp.float32))(keys)
+        return weighted_sum(jnp.sum((NETWORK.apply(params, x) - noise) ** 2, -1), batch.weights)
+
+    keys = jax.random.split(jax.random.key(1), 5)
+    batch = Batch.of((X[:5].astype(np.float32), keys))
+    report = check_gradients(
+        keyed_loss,
+        network_params(),
+        batch,
+        [(3, 2)],
+        engines=[*ENGINES, "fake_pmap"],
+        float64=float64,
+        rtol=1e-5,
+    )
+    assert report.worst.equal
+    check_additive(keyed_loss, network_params(), batch, [(3, 2)])
+
+
+def test_a_loss_with_state_and_auxiliary_output_is_compared_without_them():
+    def stateful(params, batch, state):
+        x, y = batch.data
+        losses = jnp.sum((NETWORK.apply(params, x) * state["scale"] - y) ** 2, axis=-1)
+        return weighted_sum(losses, batch.weights), {"scale": state["scale"] + 1.0}, losses
+
+    arguments = (stateful, network_params(), batch_of(np.arange(5)), [(3, 2)])
+    options = {"state": {"scale": np.float32(2.0)}, "has_aux": True}
+    check_gradients(*arguments, engines=[*ENGINES, "fake_pmap"], **options)
+
+    def thrice(loss_fn, **options):
+        ours = value_and_grad(loss_fn, **options)
+
+        def fn(params, batch, **state):
+            loss, grads = ours(params, batch, **state)
+            return loss, jax.tree.map(lambda g: 3 * g, grads)
+
+        return fn
+
+    with pytest.raises(ParityError, match=r"ratio 3\.000"):
+        check_gradients(*arguments, engines=["vmap"], gradient=thrice, **options)
+
+
+def test_a_gradient_with_a_plain_loss_is_compared_by_its_number():
+    def plain(loss_fn, *, axis_name, microbatches, coefficients):
+        ours = value_and_grad(loss_fn, axis_name=axis_name)
+
+        def fn(params, batch):
+            loss, grads = ours(params, batch)
+            return loss.value, grads
+
+        return fn
+
+    arguments = (loss_fn, network_params(), batch_of(np.arange(4)), [(3, 1)])
+    check_gradients(*arguments, engines=["shard_map", "vmap"], gradient=plain)
+
+
+def test_a_gradient_that_is_not_called_as_ours_is_refused_in_words():
+    arguments = (loss_fn, network_params(), batch_of(np.arange(4)), [(3, 1)])
+    with pytest.raises(
+        TypeError, match=r"gradient must take \(loss_fn, axis_name, microbatches, coe"
+    ):
+        check_gradients(*arguments, gradient=jax.value_and_grad)
+    with pytest.raises(TypeError, match=r"returns \(loss, gradients\), got a dict of"):
+        check_gradients(
+            *arguments,
+            gradient=lambda loss_fn, **options: lambda params, batch: {"w": params["params"]},
         )

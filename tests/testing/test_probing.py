@@ -1,5 +1,6 @@
 """Every convention named by its gradient, no right one misnamed, and what has no name described."""
 
+import re
 from functools import cache
 
 import jax
@@ -395,3 +396,143 @@ def test_an_error_in_the_code_on_trial_says_on_which_probe():
     assert caught.value.__notes__ == [
         "diagnose: gradient_of failed on the probe where a whole rank or microbatch is empty."
     ]
+
+
+# --- what looks right and is not ------------------------------------------------------------------
+
+
+def unguarded(token_loss, params, tokens, weights):
+    return jax.grad(lambda p: (token_loss(p, tokens) * weights).sum() / weights.sum())(params)
+
+
+def unguarded_on_a_rank(token_loss, params, tokens, weights):
+    """Every rank's mean times its share: right, but for 0 over 0 on a rank without weight."""
+    shares = weights.sum(axis=(1, 2)) / jnp.maximum(weights.sum(), 1e-9)
+
+    def mean_of(params, rank):
+        return (token_loss(params, tokens[rank]) * weights[rank]).sum() / weights[rank].sum()
+
+    return sum(shares[r] * jax.grad(mean_of)(params, r) for r in range(len(weights)))
+
+
+@pytest.mark.parametrize(
+    ("gradient_of", "where"),
+    [
+        (unguarded, "the whole step is empty"),
+        (unguarded_on_a_rank, "a whole rank or microbatch is empty"),
+    ],
+)
+def test_a_right_mean_that_is_nan_where_something_is_empty_is_not_right(gradient_of, where):
+    found = diagnose(gradient_of, num_replicas=2, microbatches=3)
+    assert not found.right
+    assert (
+        found.words == f"the mean over all weight, but a gradient that is not finite where {where}"
+    )
+    assert "Guard each division" in found.advice
+
+
+def test_a_refusal_of_an_empty_step_is_noted_and_no_mistake():
+    def refusing(token_loss, params, tokens, weights):
+        if not weights.any():
+            raise ZeroDivisionError
+        return unguarded(token_loss, params, tokens, weights)
+
+    found = diagnose(refusing, num_replicas=2, microbatches=3)
+    assert found.right
+    assert found.notes == ("it raises ZeroDivisionError where the whole step is empty.",)
+
+
+@pytest.mark.parametrize("bound", [0.125, 1.0, 20.0])
+def test_clipping_of_each_example_depends_on_the_losses(bound):
+    def clipped(token_loss, params, tokens, weights):
+        own = jax.jacrev(token_loss)(params, tokens)
+        own = own / jnp.maximum(jnp.linalg.norm(own, axis=-1, keepdims=True) / bound, 1.0)
+        return (own * weights[..., None]).sum(axis=(0, 1, 2)) / jnp.maximum(weights.sum(), 1e-9)
+
+    found = diagnose(clipped, num_replicas=2, microbatches=3)
+    assert not found.right
+    assert found.words == "counts that depend on the losses"
+    assert "of each example" in found.advice
+
+
+def test_a_gradient_that_ignores_the_loss_it_is_given_is_not_right():
+    def own_loss(token_loss, params, tokens, weights):
+        del token_loss
+        losses = params[tokens]  # what the probes' loss happens to be
+        weighted = jax.grad(lambda p: (p[tokens] * weights).sum())(params)
+        return weighted / jnp.maximum(weights.sum(), 1e-9) + 0.0 * losses.sum()
+
+    found = diagnose(own_loss, num_replicas=2, microbatches=3)
+    assert not found.right
+    assert "ignores the loss" in found.words
+    assert "Call token_loss" in found.advice
+
+
+def in_bfloat16(token_loss, params, tokens, weights):
+    return on_trial(right)(token_loss, params, tokens, weights).astype(jnp.bfloat16)
+
+
+def test_a_right_bfloat16_reduction_is_right_at_the_tolerance_that_is_advised():
+    found = diagnose(in_bfloat16, num_replicas=2, microbatches=3)
+    rtol = float(re.search(r"rtol=([\d.]+)", found.advice)[1])
+    assert 0 < rtol < 0.02
+    assert diagnose(in_bfloat16, num_replicas=2, microbatches=3, rtol=rtol).right
+
+
+@pytest.mark.parametrize("key", KNOWN)
+def test_bfloat16_hides_no_convention(key):
+    name, factor, reduction = KNOWN[key]
+
+    def rounded(*arguments):
+        return on_trial(reduction)(*arguments).astype(jnp.bfloat16)
+
+    found = diagnose(rounded, num_replicas=2, microbatches=3, rtol=0.01)
+    assert (found.convention, found.factor) == (name, factor(2, 3))
+
+
+def test_a_tolerance_that_takes_in_several_names_gives_none():
+    found = diagnose(on_trial(rank_token_mean), num_replicas=2, microbatches=3, rtol=0.9)
+    assert found.convention == "unknown"
+    assert found.words == "what a tolerance of 0.9 is too wide to tell"
+    assert len(found.alternatives) > 1
+    assert "rank_token_mean" in found.alternatives
+
+
+@pytest.mark.parametrize("rtol", [-0.1, 1.0, float("nan")])
+def test_a_tolerance_that_is_none_is_refused(rtol):
+    with pytest.raises(ValueError, match=r"diagnose: rtol must be in \[0, 1\)"):
+        diagnose(on_trial(right), num_replicas=2, rtol=rtol)
+
+
+def test_noise_is_told_from_losses_that_matter_by_calling_twice():
+    rng = np.random.default_rng(0)
+
+    def noisy(*arguments):
+        gradient = on_trial(right)(*arguments)
+        return gradient * (1 + 1e-3 * rng.normal(size=gradient.shape))
+
+    found = diagnose(noisy, num_replicas=2, microbatches=3)
+    assert "another gradient each time" in found.words
+    assert "noise" in found.advice
+    assert diagnose(noisy, num_replicas=2, microbatches=3, rtol=0.02).right
+
+
+def test_a_state_that_is_kept_between_calls_is_told_by_calling_twice():
+    kept = {"momentum": 0.0}
+
+    def with_momentum(*arguments):
+        kept["momentum"] = 0.9 * kept["momentum"] + on_trial(right)(*arguments)
+        return kept["momentum"]
+
+    found = diagnose(with_momentum, num_replicas=2, microbatches=3)
+    assert "keeps a state" in found.words
+
+
+def test_a_state_that_shows_only_in_later_calls_is_no_dependence_on_the_losses():
+    calls = []
+
+    def warmed_up(*arguments):  # another gradient from the seventh call on
+        calls.append(1)
+        return on_trial(right)(*arguments) * (1.0 if len(calls) <= 6 else 2.0)
+
+    assert "keeps a state" in diagnose(warmed_up, num_replicas=2, microbatches=3).words

@@ -143,3 +143,58 @@ def test_rows_that_cannot_be_placed_are_refused(options, message):
 def test_a_step_on_bare_arrays_is_refused():
     with pytest.raises(TypeError, match="diagnose_step: batch must be a Batch, got ndarray"):
         diagnose_step(sgd_step(right, ranks=2), MODEL, ROWS, loss_of_example=None, ranks=2)
+
+
+def test_a_step_may_return_a_tuple_that_begins_with_the_parameters():
+    step = sgd_step(rank_token_mean, ranks=2)
+    found = diagnosed(lambda params, batch: (step(params, batch), {"loss": 0.5}))
+    assert found.convention == "mean_of_means"
+
+
+@pytest.mark.parametrize("learning_rate", [None, 1.0])
+def test_a_step_that_returns_something_else_is_refused(learning_rate):
+    with pytest.raises(ValueError, match=r"diagnose_step: step must return .* in the structure of"):
+        diagnosed(lambda params, batch: (1.0, params), learning_rate=learning_rate)
+
+
+def test_a_step_that_donates_its_arrays_is_diagnosed():
+    step = jax.jit(donating, donate_argnums=0)
+    params = jax.tree.map(jnp.asarray, MODEL)
+    batch = Batch.of(jnp.asarray(ROWS), jnp.asarray(ROW_WEIGHTS))
+    found = diagnose_step(
+        step, params, batch, loss_of_example=loss_of_example, ranks=2, learning_rate=1.0
+    )
+    assert found.right
+    assert not params["w"].is_deleted()
+
+
+def donating(params, batch):
+    def loss(params):
+        losses = jax.vmap(loss_of_example, (None, 0))(params, batch.data)
+        return jnp.sum(losses * batch.weights) / jnp.sum(batch.weights)
+
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+
+def test_a_noisy_step_is_said_to_be_one():
+    rng = np.random.default_rng(0)
+
+    def noisy(size):
+        def step(params, batch):
+            after = sgd_step(right, ranks=2)(params, batch)
+            return jax.tree.map(
+                lambda leaf: leaf + np.float32(size * rng.normal(size=leaf.shape)), after
+            )
+
+        return step
+
+    assert "another gradient each time" in diagnosed(noisy(0.1)).words
+    assert diagnosed(noisy(1e-6), rtol=0.02).right
+
+
+def test_a_right_step_in_bfloat16_is_right_at_its_tolerance():
+    def step(params, batch):
+        after = sgd_step(right, ranks=2)(params, batch)
+        return jax.tree.map(lambda p, q: (p - q).astype(jnp.bfloat16), params, after)
+
+    assert diagnosed(step, learning_rate=None, rtol=0.1).right

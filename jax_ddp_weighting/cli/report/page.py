@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from jax_ddp_weighting._version import __version__
@@ -14,26 +15,7 @@ _EPOCH = {
     **{"num_duplicated": "twice+", "num_omitted": "never"},
 }
 _NEW_ORDER = {None: "first", True: "yes", False: "no"}
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a202c; background: #fff;
-       max-width: 48rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-.right, .wrong { padding: .6rem .8rem; border-left: .3rem solid; background: #f7fafc; }
-.right { border-color: #2f855a; } .wrong { border-color: #dd6b20; }
-figure { margin: 1rem 0; } img { width: 100%; max-width: 40rem; height: auto; display: block; }
-figcaption { color: #4a5568; font-size: .9rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
-caption { text-align: left; color: #4a5568; padding: .3rem 0; }
-th, td { padding: .25rem .7rem .25rem 0; text-align: right; white-space: nowrap; }
-th { vertical-align: bottom; }
-@media (max-width: 30rem) {
-  table { font-size: .8rem; } th { white-space: normal; } th, td { padding-right: .45rem; }
-}
-th { border-bottom: 1px solid #cbd5e0; } td { border-bottom: 1px solid #edf2f7; }
-footer { margin-top: 3rem; color: #4a5568; font-size: .85rem; }
-code { font-size: .95em; overflow-wrap: anywhere; }
-"""
+_STYLE = Path(__file__).with_name("page.css").read_text()
 
 
 def page(findings: Findings, pictures: Mapping[str, bytes], command: str) -> str:
@@ -61,7 +43,7 @@ def page(findings: Findings, pictures: Mapping[str, bytes], command: str) -> str
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            f"<title>{title}</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>",
             *body,
             "</body>\n</html>\n",
         ]

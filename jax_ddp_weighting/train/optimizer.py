@@ -1,0 +1,248 @@
+"""What a training step tells an optimizer, lets it see, and reports of it."""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+from jax_ddp_weighting.train.accumulation import (
+    WeightedMultiStepsState,
+    accept_keywords,
+    apply_unless,
+    counts_windows,
+    is_window,
+    window_weight,
+)
+from jax_ddp_weighting.train.step import StepReport
+from jax_ddp_weighting.weighting.dtypes import widen
+
+T = TypeVar("T")
+
+Evaluate = Callable[[PyTree], tuple[Array, PyTree]]
+"""`params -> (value, gradients)`: the global loss of a step's batch at any parameters."""
+
+
+def run_optimizer(
+    tx: Any,
+    opt_state: PyTree,
+    arguments: Mapping[str, Any],
+    skipped: Array,
+    apply: Callable[[Any, T], T],
+    carried: T,
+) -> tuple[T, Array]:
+    """What is carried after one call of an optimizer, and whether that call stepped.
+
+    Args:
+        tx: the optimizer.
+        opt_state: its state, of which only the structure is looked at.
+        arguments: extra arguments for it.
+        skipped: whether the step has no weight. Then the optimizer is called only if it has a
+            window, in which an empty microbatch has its place.
+        apply: `apply(optimizer, carried) -> carried`, which calls the optimizer that it is given.
+        carried: what is passed through.
+    """
+
+    def call(pair: tuple[T, Array]) -> tuple[T, Array]:
+        once = _OneCall(tx, arguments, skipped)
+        carried = apply(optax.GradientTransformationExtraArgs(tx.init, once.update), pair[0])
+        return carried, once.stepped
+
+    pair = carried, jnp.zeros((), bool)
+    return call(pair) if counts_windows(opt_state) else apply_unless(skipped, call, pair)
+
+
+class _OneCall:
+    """An optimizer's `update`, given what a step knows, and a note of whether it stepped."""
+
+    def __init__(self, tx: Any, arguments: Mapping[str, Any], skipped: Array) -> None:
+        self.tx, self.arguments, self.skipped = tx, dict(arguments), skipped
+        self.stepped = ~skipped
+
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None
+    ) -> tuple[PyTree, PyTree]:
+        arguments = self.arguments
+        if "value_fn" in arguments:
+            value_fn = accept_keywords(arguments["value_fn"], arguments)
+            arguments = {**arguments, "value_fn": value_fn}
+        updates, new_state = self.tx.update(updates, state, params, **arguments)
+        if counts_windows(state):
+            updates, new_state, self.stepped = _keep_windows_alone(
+                state, new_state, updates, ~self.skipped
+            )
+        self.stepped &= ~_is_rejected(new_state, updates)
+        return updates, new_state
+
+
+def take_norm(gradients: PyTree) -> Array:
+    """The norm of all gradients as one vector, in float32 at least."""
+
+    def square(leaf: Array) -> Array:
+        leaf = leaf.astype(widen(jnp.float32, leaf.dtype))
+        return jnp.sum(jnp.real(leaf * jnp.conj(leaf)))
+
+    squares = [square(leaf) for leaf in jax.tree.leaves(gradients)]
+    dtype = widen(*(each.dtype for each in squares))
+    return jnp.sqrt(jnp.sum(jnp.stack([each.astype(dtype) for each in squares])))
+
+
+def make_arguments(
+    tx: Any,
+    opt_state: PyTree,
+    report: StepReport,
+    gradients: PyTree,
+    evaluate: Evaluate,
+    coefficients: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The extra arguments that an optimizer is given by a step, as far as it takes any.
+
+    All of them are the whole step's: `value` and `grad` over all ranks, `value_fn` and `grad_fn`
+    as functions of the parameters for this step's batch, `terms` by name, and for windows the
+    `weight`.
+    """
+    arguments: dict[str, Any] = {}
+    if counts_windows(opt_state):
+        arguments["weight"] = window_weight(report.loss.terms, coefficients)
+    if not isinstance(tx, optax.GradientTransformationExtraArgs):
+        return arguments
+    arguments |= {
+        "value": report.loss.value,
+        "grad": gradients,
+        "terms": report.loss.terms,
+        # a pytree without leaves, because line searches carry what they are given through loops
+        "grad_fn": jax.tree_util.Partial(lambda params, *_: evaluate(params)[1]),
+        "value_fn": _make_value_fn(evaluate),
+    }
+    parameters = inspect.signature(tx.update).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _make_value_fn(evaluate: Evaluate) -> Callable[[PyTree], Array]:
+    """The loss as a function whose derivative is the step's gradient, not one through its parts."""
+
+    @jax.custom_vjp
+    def value_fn(params: PyTree) -> Array:
+        return evaluate(params)[0]
+
+    def pull_back(gradients: PyTree, cotangent: Array) -> tuple[PyTree]:
+        return (jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), gradients),)
+
+    value_fn.defvjp(evaluate, pull_back)
+    return value_fn
+
+
+def check_optimizer(tx: Any, opt_state: PyTree, given: Mapping[str, Any]) -> None:
+    """Raises `TypeError` for an optimizer that counts wrongly, or takes less than it is given."""
+    for node in jax.tree.leaves(opt_state, is_leaf=_counts_calls):
+        if _counts_calls(node):
+            name = "MultiSteps" if isinstance(node, optax.MultiStepsState) else "apply_every"
+            raise TypeError(
+                f"train step: optimizer must count microbatches as their weight, got optax.{name}, "
+                "which gives each of them one vote. Use weighted_multi_steps(optimizer, k) in its "
+                "place, or split each batch with microbatches=."
+            )
+    if given and not isinstance(tx, optax.GradientTransformationExtraArgs):
+        raise TypeError(
+            f"train step: optimizer must take extra arguments to be given {sorted(given)}, got "
+            f"{type(tx).__name__}. weighted_multi_steps, for one, takes flush."
+        )
+
+
+def _counts_calls(node: Any) -> bool:
+    return isinstance(node, optax.MultiStepsState | optax.ApplyEvery)
+
+
+def _is_rejected(state: PyTree, updates: PyTree) -> Array:
+    """Whether `optax.apply_if_finite` has left out an update, as it reports itself."""
+    verdicts: list[Array] = []
+
+    def look(node: Any) -> bool:
+        if isinstance(node, optax.ApplyIfFiniteState):
+            verdicts.append(~node.last_finite)
+        return False
+
+    jax.tree.leaves(state, is_leaf=look)
+    if not verdicts:
+        return jnp.zeros((), bool)
+    # it gives in after some errors in a row: then the verdict is the same, and the updates are not
+    zero = [jnp.all(leaf == 0) for leaf in jax.tree.leaves(updates)]
+    return jnp.any(jnp.stack(verdicts)) & jnp.all(jnp.stack(zero))
+
+
+# --- windows beside other parts of an optimizer ---------------------------------------------------
+
+
+def _keep_windows_alone(
+    old: PyTree, new: PyTree, updates: PyTree, live: Array
+) -> tuple[PyTree, PyTree, Array]:
+    """The updates and the state that a call may leave, and whether it stepped.
+
+    The rule: a batch without weight is there for windows alone. What comes before a window in a
+    chain, or beside it in a partition, keeps its state, and its parameters stay; what comes after a
+    window that closes sees the window's gradient, and goes on.
+    """
+    state, stepped = _merge(old, new, live)
+    leaves, structure = jax.tree.flatten(updates)
+    windows = [
+        (closed.gradient_step != opened.gradient_step, _find_covered(closed, structure))
+        for opened, closed in zip(*map(_find_windows, (old, new)), strict=True)
+    ]
+    moved = []
+    for i, leaf in enumerate(leaves):
+        over_it = [steps for steps, covered in windows if covered[i]]
+        moves = jnp.any(jnp.stack([live, *over_it]))
+        moved.append(jnp.where(moves, leaf, jnp.zeros_like(leaf)))
+        if not over_it:  # a parameter of no window steps with every batch
+            stepped |= live
+    return structure.unflatten(moved), state, stepped
+
+
+def _merge(old: PyTree, new: PyTree, live: Array) -> tuple[PyTree, Array]:
+    """The new state where it is given anything of weight, else the old; whether a window stepped.
+
+    `live` says whether what comes in has weight.
+    """
+    if is_window(new):
+        stepped = new.gradient_step != old.gradient_step
+        if counts_windows(new.inner_opt_state):
+            stepped &= _merge(old.inner_opt_state, new.inner_opt_state, stepped)[1]
+        return new, stepped
+    if not counts_windows(new):
+        return jax.tree.map(lambda a, b: jnp.where(live, b, a), old, new), jnp.zeros((), bool)
+    olds, _ = jax.tree.flatten(old, is_leaf=lambda node: node is not old)
+    news, structure = jax.tree.flatten(new, is_leaf=lambda node: node is not new)
+    merged = list(news)
+    stepped = jnp.zeros((), bool)
+    in_order = type(new) is tuple or isinstance(new, OrderedDict)  # optax's chain, named_chain
+    beside = isinstance(new, dict) and not in_order  # the groups of optax.partition
+    order = range(len(news))
+    if not (in_order or beside):  # a wrapper counts calls: last, once it is known what is inside
+        order = sorted(order, key=lambda i: not counts_windows(news[i]))
+    for i in order:
+        lives = live if beside else live | stepped
+        merged[i], inside = _merge(olds[i], news[i], lives)
+        stepped |= inside
+    return structure.unflatten(merged), stepped
+
+
+def _find_windows(state: PyTree) -> list[WeightedMultiStepsState]:
+    return [node for node in jax.tree.leaves(state, is_leaf=is_window) if is_window(node)]
+
+
+def _find_covered(window: WeightedMultiStepsState, structure: Any) -> list[bool]:
+    """For each parameter of the optimizer whether the window accumulates its gradient."""
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    nodes, own = jax.tree.flatten(window.acc_grads, is_leaf=is_masked)
+    if own != structure:  # as inside optax.flatten: one array of all parameters
+        return [True] * structure.num_leaves
+    return [not is_masked(node) for node in nodes]
