@@ -108,7 +108,7 @@ def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) ->
 
     Raises:
         TypeError: `mesh` is none.
-        ValueError: the mesh has no such axis.
+        ValueError: the mesh has no such axis, or it is mapped already.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
@@ -121,6 +121,12 @@ def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) ->
             raise ValueError(
                 f"{caller}: mesh must have the axis {name!r}, got axes {tuple(mesh.axis_names)}. "
                 "Make it with data_mesh(), or name your data axis with axis_name=."
+            )
+        if mesh.axis_types[mesh.axis_names.index(name)] is AxisType.Manual:
+            raise ValueError(
+                f"{caller}: mesh must have axes of type Auto or Explicit, got Manual for {name!r}. "
+                "data_mesh() makes such a mesh; inside a shard_map that maps the axis already, call "
+                "value_and_grad with axis_name=."
             )
         size *= mesh.shape[name]
     return size

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jax_ddp_weighting._arguments import check_at_least
@@ -97,6 +97,11 @@ class StepOptions:
                 f"{self.caller}: coefficients must have one that is not 0, got "
                 f"{dict(self.coefficients)}. A term of coefficient 0 is reported and pulls on "
                 "nothing."
+            )
+        if isinstance(self.mesh, AbstractMesh):
+            raise TypeError(
+                f"{self.caller}: mesh must have devices, got an AbstractMesh. data_mesh() makes a "
+                "mesh of those that are there."
             )
         if self.engine == "pmap":  # pmap's own arrays have axes of type Auto
             object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
