@@ -351,7 +351,7 @@ def window_weight(
             f"{pulling}. Each has a denominator of its own, which one weight cannot carry: split "
             "the batch with microbatches= instead."
         )
-    return terms[pulling[0]].weight
+    return terms[pulling[0]].whole().weight
 
 
 def _make_accumulator(parameter: Array) -> Array:

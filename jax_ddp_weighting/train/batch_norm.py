@@ -135,6 +135,12 @@ def batch_statistics(
         sums = jnp.concatenate([*sums, count.astype(sums[0].dtype).reshape(1)])
         if axis_name is not None:
             mesh.axis_size(axis_name, caller="BatchNorm")
+            if options.axis_index_groups is not None and mesh.is_checked(axis_name):
+                raise ValueError(
+                    "BatchNorm: axis_index_groups must be None where shard_map checks what varies, "
+                    f"got {options.axis_index_groups}. JAX sums over groups of ranks only under "
+                    "shard_map(check_vma=False), pmap and vmap."
+                )
             sums = lax.psum(sums, axis_name, axis_index_groups=options.axis_index_groups)
         shape = tuple(x.shape[axis] for axis in features)
         found = jnp.split(divide(sums[:-1], sums[-1]), len(values))

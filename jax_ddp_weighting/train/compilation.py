@@ -93,6 +93,10 @@ class CompiledStep:
             _wait_for_the_oldest(report)
         return carried, report
 
+    def replicate(self, tree: Any) -> Any:
+        """What is no row, on every device of the mesh; as it is, where it lies there already."""
+        return meshes.place(tree, self._replicated)
+
     def lower(self, carried: Any, batch: Batch, *rest: Any) -> Any:
         """The step lowered for these arguments, arrays or their shapes; nothing is run."""
         carried = _place_shapes(carried, self._replicated)
