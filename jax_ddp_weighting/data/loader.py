@@ -108,7 +108,6 @@ def batches(
     meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
     reading = {
         **plan.fingerprint,
-        "start": plan.start,
         "num_replicas": plan.num_replicas,
         "batch_size": plan.batch_size,
         "steps": steps,
