@@ -31,7 +31,8 @@ class EpochRecord:
         seed: the plan's seed.
         epoch: the epoch.
         shuffle: whether ids are read in an order of the epoch's own.
-        order: "keyed", "torch", or the digest of an order of one's own.
+        order: "keyed", "torch", or the digest of an order of one's own; and the place from which a
+            resumed plan reads it.
         tail: "mask", "repeat" or "drop".
         batch_size: rows per rank and step.
         steps: steps in the epoch.
@@ -101,12 +102,15 @@ class EpochRecord:
                 "EpochRecord.of: manifest_hash must not be empty, got ''. manifest_hash(ids) makes "
                 "one."
             )
+        fingerprint = plan.fingerprint
+        if plan.start:  # processes that go on from different places read different ids
+            fingerprint["order"] += f" from place {plan.start}"
         return cls(
             world_size=plan.num_replicas,
             rank=coordination.this_process()[0],
             manifest_hash=manifest_hash,
             epoch=epoch,
-            **plan.fingerprint,
+            **fingerprint,
             batch_size=plan.batch_size,
             steps=plan.steps_per_epoch,
             accepted=plan.accepted_per_epoch,

@@ -55,6 +55,14 @@ def test_a_record_of_an_order_of_ones_own_names_its_digest():
     assert records[0].order != records[1].order
 
 
+def test_a_record_of_the_rest_of_an_epoch_says_from_which_place():
+    """Places that are less than a round apart may leave as many steps and slots."""
+    rests = [replace(PLAN, tail="drop").resumed(2, place) for place in (20, 21)]
+    records = [EpochRecord.of(rest, 2, "m") for rest in rests]
+    assert (records[0].steps, records[0].accepted) == (records[1].steps, records[1].accepted)
+    assert [record.order for record in records] == ["keyed from place 20", "keyed from place 21"]
+
+
 def test_a_record_holds_the_step_it_starts_at():
     resumed = EpochRecord.of(PLAN, 2, RECORD.manifest_hash, start_step=1)
     assert resumed == replace(RECORD, start_step=1)
