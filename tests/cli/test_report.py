@@ -64,9 +64,10 @@ def test_copies_of_an_order_that_repeats_ids_are_found():
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_ours_counts_every_slot_as_its_weight_once(microbatches):
     for weights in probes(2, microbatches).values():
-        right = weights / weights.sum()
+        right = weights / (weights.sum() or 1)  # in a step without weight nothing counts
         np.testing.assert_allclose(measure(weights), right, rtol=1e-6)
-        assert np.abs(count_by("mean_of_means", weights) - right).max() > 0.01 * right.max()
+        if right.any():
+            assert np.abs(count_by("mean_of_means", weights) - right).max() > 0.01 * right.max()
 
 
 def test_every_choice_counts_something():
