@@ -108,7 +108,7 @@ def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) ->
 
     Raises:
         TypeError: `mesh` is none.
-        ValueError: the mesh has no such axis.
+        ValueError: the mesh has no such axis, or it is mapped already.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
@@ -121,6 +121,12 @@ def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) ->
             raise ValueError(
                 f"{caller}: mesh must have the axis {name!r}, got axes {tuple(mesh.axis_names)}. "
                 "Make it with data_mesh(), or name your data axis with axis_name=."
+            )
+        if mesh.axis_types[mesh.axis_names.index(name)] is AxisType.Manual:
+            raise ValueError(
+                f"{caller}: mesh must have axes of type Auto or Explicit, got Manual for {name!r}. "
+                "data_mesh() makes such a mesh; inside a shard_map that maps the axis already, call "
+                "value_and_grad with axis_name=."
             )
         size *= mesh.shape[name]
     return size
@@ -204,6 +210,22 @@ def varies(value: jax.Array, axis_name: AxisName) -> bool:
     Never where types do not tell what varies: `shard_map(check_vma=False)`, `pmap`, `vmap`.
     """
     return not _varying(value).isdisjoint(_names(axis_name))
+
+
+def unnamed_axes(
+    tree: PyTree, axis_name: AxisName | None, *, parameters: PyTree
+) -> tuple[str, ...]:
+    """Mapped axes over which the tree varies, and which neither the name nor all parameters have.
+
+    Rows lie over such an axis, and their gradient would be summed over it by JAX, undivided. An
+    axis over which all parameters vary is another matter: every rank of it has a model of its own,
+    as in an ensemble. None where types do not tell what varies.
+    """
+    named = frozenset() if axis_name is None else frozenset(_names(axis_name))
+    leaves = jax.tree.leaves(parameters)
+    own = frozenset.intersection(*map(_varying, leaves)) if leaves else frozenset()
+    over = frozenset().union(*map(_varying, jax.tree.leaves(tree)))
+    return tuple(sorted(over - named - own))
 
 
 def zeros_like(value: Any, dtype: Any) -> jax.Array:

@@ -126,7 +126,8 @@ def batch_statistics(
     positions = math.prod(x.shape[i] for i in over if weights.shape[i] == 1)
     count = jnp.sum(weights).astype(floating) * float(positions)
     weights = weights.astype(floating)
-    kept = jnp.where(weights != 0, x, jnp.zeros_like(x))  # padding may be NaN, and 0 * NaN is NaN
+    # padding may be NaN, and 0 * NaN is NaN
+    kept = jnp.where(weights != 0, x, jnp.zeros((), x.dtype))
 
     def means_of(*values: Array) -> tuple[list[Array], Array]:
         sums = [jnp.sum(weights * each, axis=over).reshape(-1) for each in values]
@@ -134,6 +135,12 @@ def batch_statistics(
         sums = jnp.concatenate([*sums, count.astype(sums[0].dtype).reshape(1)])
         if axis_name is not None:
             mesh.axis_size(axis_name, caller="BatchNorm")
+            if options.axis_index_groups is not None and mesh.is_checked(axis_name):
+                raise ValueError(
+                    "BatchNorm: axis_index_groups must be None where shard_map checks what varies, "
+                    f"got {options.axis_index_groups}. JAX sums over groups of ranks only under "
+                    "shard_map(check_vma=False), pmap and vmap."
+                )
             sums = lax.psum(sums, axis_name, axis_index_groups=options.axis_index_groups)
         shape = tuple(x.shape[axis] for axis in features)
         found = jnp.split(divide(sums[:-1], sums[-1]), len(values))

@@ -41,11 +41,15 @@ class NnxTrainStep:
         optimizer: nnx.Optimizer,
         batch: Batch,
         rng: Array | None = None,
+        *,
+        replicated: PyTree = None,
         **optimizer_args: Any,
     ) -> StepReport:
         """The report of a step; model and optimizer are updated in place."""
         carried = _split(model, optimizer)
-        (_, *states, updated), report = self.compiled(carried, batch, rng, optimizer_args)
+        replicated = self.compiled.replicate(replicated)
+        found, report = self.compiled(carried, batch, rng, optimizer_args, replicated)
+        _, *states, updated = found
         nnx.update(model, *states)
         # An optimizer shares nothing, so that it is a plain pytree, much faster than nnx.update.
         for old, new in zip(_find_variables(optimizer), _find_variables(updated), strict=True):
@@ -58,10 +62,13 @@ class NnxTrainStep:
         optimizer: nnx.Optimizer,
         batch: Batch,
         rng: Array | None = None,
+        *,
+        replicated: PyTree = None,
         **optimizer_args: Any,
     ) -> Lowered:
         """JAX's `Lowered` of the step for these arguments: nothing is run."""
-        return self.compiled.lower(_split(model, optimizer), batch, rng, optimizer_args)
+        carried = _split(model, optimizer)
+        return self.compiled.lower(carried, batch, rng, optimizer_args, replicated)
 
 
 def _split(model: Any, optimizer: Any) -> tuple[Any, ...]:
@@ -111,9 +118,9 @@ def make_nnx_train_step(
         A function that compiles once for a run, short last steps included, and as often as the
         model's structure changes, as by `model.eval()`. It places the model and the optimizer on
         the mesh if they are elsewhere. Arrays that they held before are donated: read them from the
-        model. `step.lower(model, optimizer, batch)` is JAX's `Lowered` of it. Further keyword
-        arguments go to the optimizer's `update`; what an optimizer is given by itself is listed at
-        `make_train_step`.
+        model. `step.lower(model, optimizer, batch)` is JAX's `Lowered` of it. `replicated=` is a
+        pytree of what is no row, as in `make_train_step`. Further keyword arguments go to the
+        optimizer's `update`; what an optimizer is given by itself is listed at `make_train_step`.
 
     Raises:
         ValueError: as `make_train_step`; or a variable was added or removed, or a random stream
@@ -141,17 +148,17 @@ def make_nnx_train_step(
     )
 
     def step(
-        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]
+        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
     ) -> tuple[Any, StepReport]:
         model_def, params, keys, rest, optimizer = carried
         gradient = global_step(_of_model(loss_fn, model_def, optimizer.wrt, options), options)
         old = {"streams": keys, "variables": rest}
-        report, gradients, state = gradient(params, old, batch, rng)
+        report, gradients, state = gradient(params, old, batch, rng, replicated)
 
         def evaluate(arrays: PyTree) -> tuple[Array, PyTree]:
             # an optimizer sees arrays where a model has variables
             elsewhere = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(arrays))
-            found, gradients, _ = gradient(elsewhere, old, batch, rng)
+            found, gradients, _ = gradient(elsewhere, old, batch, rng, replicated)
             return found.loss.value, nnx.as_pure(gradients)
 
         def apply(bound: Any, trained: Any) -> Any:
@@ -165,15 +172,18 @@ def make_nnx_train_step(
 
         tx, opt_state, pure = optimizer.tx, optimizer.opt_state, nnx.as_pure(gradients)
         offered = make_arguments(tx, opt_state, report, pure, evaluate, coefficients)
-        arguments = {**offered, **nnx.as_pure(extra)}
+        given = nnx.as_pure(extra)
         (params, optimizer), stepped = run_optimizer(
-            tx, opt_state, arguments, report.skipped, apply, (params, optimizer)
+            tx, opt_state, offered, given, report.skipped, apply, (params, optimizer)
         )
         norm = take_norm(gradients) if grad_norm else None
         carried = (model_def, params, keys, state["variables"], optimizer)
         return carried, replace(report, stepped=stepped, grad_norm=norm)
 
-    def check(carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]) -> None:
+    def check(
+        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
+    ) -> None:
+        del replicated  # anything that a loss function may be given
         *_, optimizer = carried
         check_call(batch, rng, options)
         check_optimizer(optimizer.tx, optimizer.opt_state, extra)
@@ -187,15 +197,17 @@ def _of_model(
     """The loss as a function of the model's parameters, with the rest of the model as its state."""
     axis_name, per_example = options.mapped_axis, options.rng_per == "example"
 
-    def of_model(params: PyTree, batch: Batch, *rng: Array, state: PyTree) -> tuple[Any, PyTree]:
+    def of_model(
+        params: PyTree, batch: Batch, *rng: Array, state: PyTree, **given: Any
+    ) -> tuple[Any, PyTree]:
         arguments = "model, batch, rng" if rng else "model, batch"
-        check_takes(options.caller, loss_fn, arguments, 2 + len(rng))
+        check_takes(options.caller, loss_fn, arguments, 2 + len(rng), given)
         keys = state["streams"]
         if axis_name is not None and not per_example:
             rank = jax.lax.axis_index(axis_name)
             keys = jax.tree.map(lambda key: _fold_rank(key, rank), keys)
         model = nnx.merge(model_def, params, keys, state["variables"], copy=True)
-        sums = loss_fn(model, batch, *rng)
+        sums = loss_fn(model, batch, *rng, **given)
         new_def, _, _, variables = nnx.split(model, wrt, nnx.RngKey, ...)
         if new_def != model_def:
             raise ValueError(

@@ -7,15 +7,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jax_ddp_weighting._arguments import check_at_least
 from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch, check_is_global
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.gradient import GlobalLoss, GradientOptions, take_gradient
+from jax_ddp_weighting.weighting.gradient import (
+    GlobalLoss,
+    GradientOptions,
+    take_gradient,
+)
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
+from jax_ddp_weighting.weighting.microbatches import check_rows
 
 STEP_ENGINES = ("shard_map", "jit", "pmap")
 RNG_PER = ("rank", "example")
@@ -28,8 +33,10 @@ class StepReport:
 
     Attributes:
         loss: the global loss and its terms.
-        weight: the accepted weight of the batch, summed over all ranks.
-        skipped: whether the batch had no weight: nothing in it that pulls on the parameters counts.
+        weight: the accepted weight of the batch, summed over all ranks; an integer where weights
+            are integers (2**31 - 1, if 32 bits cannot hold it).
+        skipped: whether the batch had no weight: nothing in it that pulls on the parameters counts,
+            or some of its weights are bad.
         stepped: whether the optimizer applied an update in this call: where the batch was not
             skipped (and `optax.apply_if_finite`, if it is there, let the update pass); under
             `weighted_multi_steps` where a window of any weight closed, be it on a skipped batch.
@@ -42,6 +49,11 @@ class StepReport:
     skipped: Bool[Array, ""]
     stepped: Bool[Array, ""]
     grad_norm: Float[Array, ""] | None = None
+
+    @property
+    def bad_weights(self) -> Array:
+        """How many weights could not count, so that nothing was applied; see `GlobalLoss`."""
+        return self.loss.bad_weights
 
     @property
     def means(self) -> dict[str, Array]:
@@ -86,6 +98,11 @@ class StepOptions:
                 f"{dict(self.coefficients)}. A term of coefficient 0 is reported and pulls on "
                 "nothing."
             )
+        if isinstance(self.mesh, AbstractMesh):
+            raise TypeError(
+                f"{self.caller}: mesh must have devices, got an AbstractMesh. data_mesh() makes a "
+                "mesh of those that are there."
+            )
         if self.engine == "pmap":  # pmap's own arrays have axes of type Auto
             object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
         meshes.num_ranks(self.mesh, self.axis_name, caller=self.caller)
@@ -109,8 +126,9 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         options: how it is run.
 
     Returns:
-        A function `(params, state, batch, rng) -> (StepReport, gradients, state)` to be compiled;
-        in a step without weight the gradients are 0 and the state is the one that came in.
+        A function `(params, state, batch, rng, replicated) -> (StepReport, gradients, state)` to be
+        compiled; in a step without weight the gradients are 0 and the state is the one that came
+        in. Where weights are bad it is so too, but for the gradients, which are not to be used.
     """
     gradient = GradientOptions(
         loss_fn,
@@ -121,14 +139,16 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         has_accepted=True,
     )
 
-    def rank_gradient(replicated: tuple[PyTree, PyTree, Any], batch: Batch) -> Any:
-        params, state, rng = replicated
+    def rank_gradient(everywhere: tuple[PyTree, PyTree, Any, PyTree], batch: Batch) -> Any:
+        params, state, rng, replicated = everywhere
         keys = None
         if rng is not None and options.rng_per == "example":
             keys, rng = _example_keys(rng, batch.ids), None
         elif rng is not None and options.mapped_axis is not None:
             rng = jax.random.fold_in(rng, jax.lax.axis_index(options.mapped_axis))
-        return take_gradient(gradient, params, batch, rng=rng, row_keys=keys, state=state)
+        return take_gradient(
+            gradient, params, batch, rng=rng, row_keys=keys, state=state, replicated=replicated
+        )
 
     def over_ranks(engine: str) -> Callable[..., Any]:
         return meshes.over_ranks(
@@ -136,9 +156,9 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         )
 
     def step(
-        params: PyTree, state: PyTree, batch: Batch, rng: Array | None
+        params: PyTree, state: PyTree, batch: Batch, rng: Array | None, replicated: PyTree
     ) -> tuple[StepReport, PyTree, PyTree]:
-        inputs = ((params, state, rng), batch)
+        inputs = ((params, state, rng, replicated), batch)
         if options.engine == "pmap" and jax.tree.leaves(state):
             # pmap would return one rank's state for all of them; the types of a checked shard_map
             # tell whether it is the same on every rank.
@@ -151,6 +171,7 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
             for name, term in found.loss.terms.items()
             if has_gradient(gradient.factors[name])
         ]
+        # With bad weights all of them are 0, so that such a step is one without weight.
         skipped = ~((found.accepted != 0) & jnp.any(jnp.stack(pulling)))
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, found.state)
         report = StepReport(found.loss, found.accepted, skipped, ~skipped)
@@ -159,8 +180,20 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
     return step
 
 
+_THREEFRY = "threefry2x32"
+
+
 def _example_keys(rng: Array, ids: Array) -> Array:
-    """One key per row, of the rng and the row's id alone, the high half of the id first."""
+    """One key per row, of the rng and the row's id alone, the high half of the id first.
+
+    Always of the threefry kind, into which a key of another kind is folded word by word: under
+    `vmap`, the bits that `rbg` keys give to a row depend on the other rows that are there.
+    """
+    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    if typed and str(jax.random.key_impl(rng)) != _THREEFRY:
+        words_of_rng, rng = jax.random.key_data(rng), jax.random.key(0, impl=_THREEFRY)
+        for word in jnp.ravel(words_of_rng).astype(jnp.uint32):
+            rng = jax.random.fold_in(rng, word)
     words = [jnp.zeros_like(ids), ids]
     if ids.dtype.itemsize > 4:
         words = [ids >> 32, ids & 0xFFFFFFFF]
@@ -169,15 +202,30 @@ def _example_keys(rng: Array, ids: Array) -> Array:
     return jax.vmap(jax.random.fold_in)(high, words[1].astype(jnp.uint32))
 
 
-def check_takes(caller: str, loss_fn: Callable[..., Any], names: str, count: int) -> None:
-    """Raises `TypeError` unless `loss_fn` can be called with so many arguments, named in order."""
+def check_takes(
+    caller: str, loss_fn: Callable[..., Any], names: str, count: int, given: Mapping[str, Any]
+) -> None:
+    """Raises `TypeError` unless `loss_fn` can be called with what the step was given.
+
+    Args:
+        caller: the maker of the step, which speaks in the error.
+        loss_fn: what will be called.
+        names: its positional arguments in order, for the error.
+        count: how many they are.
+        given: what comes by name, `replicated` or nothing.
+    """
     signature = inspect.signature(loss_fn)
     try:
-        signature.bind(*range(count))
+        signature.bind(*range(count), **given)
     except TypeError:
-        given = "an rng" if count == 3 else "no rng"
+        if given:
+            raise TypeError(
+                f"{caller}: loss_fn must take ({names}, *, replicated) when the step is given "
+                f"replicated, got {signature}. Give it only what the loss function takes."
+            ) from None
+        rng = "an rng" if count == 3 else "no rng"
         raise TypeError(
-            f"{caller}: loss_fn must take ({names}) when the step is given {given}, got "
+            f"{caller}: loss_fn must take ({names}) when the step is given {rng}, got "
             f"{signature}. Give the step an rng if the loss function takes one, and only then."
         ) from None
 
@@ -190,6 +238,8 @@ def check_call(batch: Any, rng: Any, options: StepOptions) -> None:
 
 def _check_batch(batch: Any, options: StepOptions) -> None:
     check_batch("train step: batch must be a Batch", batch, MAKE_OR_READ_BATCHES)
+    # of the whole batch: the ranks would split what is no row without a word
+    check_rows(batch, caller="train step")
     check_is_global(batch, options.mesh, caller="train step")
     rows, ranks = batch.weights.shape[0], options.ranks
     if rows % ranks:

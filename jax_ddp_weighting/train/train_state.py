@@ -34,16 +34,29 @@ class TrainStep:
     compiled: CompiledStep
 
     def __call__(
-        self, state: Any, batch: Batch, rng: Array | None = None, **optimizer_args: Any
+        self,
+        state: Any,
+        batch: Batch,
+        rng: Array | None = None,
+        *,
+        replicated: PyTree = None,
+        **optimizer_args: Any,
     ) -> tuple[Any, StepReport]:
         """The state after the step, and its report."""
-        return self.compiled(state, batch, rng, optimizer_args)
+        replicated = self.compiled.replicate(replicated)
+        return self.compiled(state, batch, rng, optimizer_args, replicated)
 
     def lower(
-        self, state: Any, batch: Batch, rng: Array | None = None, **optimizer_args: Any
+        self,
+        state: Any,
+        batch: Batch,
+        rng: Array | None = None,
+        *,
+        replicated: PyTree = None,
+        **optimizer_args: Any,
     ) -> Lowered:
         """JAX's `Lowered` of the step for these arguments, or their shapes: nothing is run."""
-        return self.compiled.lower(state, batch, rng, optimizer_args)
+        return self.compiled.lower(state, batch, rng, optimizer_args, replicated)
 
 
 def make_train_step(
@@ -98,6 +111,10 @@ def make_train_step(
         the batch on the mesh if they are elsewhere, and donates the state that it was given: use
         the one that it returns. `step.lower(state, batch)` is JAX's `Lowered` of it.
 
+        `replicated=` is a pytree of what is no row, such as class weights or a teacher: every rank
+        and microbatch is given it whole, as `loss_fn(..., replicated=...)`. Placed on the mesh
+        beforehand, it is not copied there at every step.
+
         Further keyword arguments go to the optimizer's `update`. One that takes extra arguments is
         given those of the step by itself: `value` and `grad`, the global loss and its gradient;
         `value_fn(params)` and `grad_fn(params, _)`, both for this batch at other parameters, as
@@ -139,6 +156,14 @@ def make_train_step(
         >>> step = make_train_step(noisy_loss, data_mesh(1), rng_per="example")
         >>> state, report = step(state, batch, jax.random.key(0))
 
+        A target network, which is no row:
+
+        >>> def towards(params, batch, *, replicated):
+        ...     errors = params["w"] - replicated["w"] * batch.data
+        ...     return weighted_sum(errors**2, batch.weights)
+        >>> step = make_train_step(towards, data_mesh(1))
+        >>> state, report = step(state, batch, replicated={"w": jnp.float32(0.5)})
+
         Parameters that stay where their own term is absent:
 
         >>> def only_with(name, tx):
@@ -168,13 +193,13 @@ def make_train_step(
     gradient = global_step(_with_collections(loss_fn, names), options)
 
     def step(
-        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]
+        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
     ) -> tuple[Any, StepReport]:
         old = {name: getattr(state, name) for name in names}
-        report, gradients, collections = gradient(state.params, old, batch, rng)
+        report, gradients, collections = gradient(state.params, old, batch, rng, replicated)
 
         def evaluate(params: PyTree) -> tuple[Array, PyTree]:
-            elsewhere, gradients, _ = gradient(params, old, batch, rng)
+            elsewhere, gradients, _ = gradient(params, old, batch, rng, replicated)
             return elsewhere.loss.value, gradients
 
         def apply(optimizer: Any, state: Any) -> Any:
@@ -186,14 +211,16 @@ def make_train_step(
         offered = make_arguments(
             state.tx, state.opt_state, report, gradients, evaluate, coefficients
         )
-        arguments = {**offered, **extra}
         state, stepped = run_optimizer(
-            state.tx, state.opt_state, arguments, report.skipped, apply, state
+            state.tx, state.opt_state, offered, extra, report.skipped, apply, state
         )
         norm = take_norm(gradients) if grad_norm else None
         return state, replace(report, stepped=stepped, grad_norm=norm)
 
-    def check(state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any]) -> None:
+    def check(
+        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
+    ) -> None:
+        del replicated  # anything that a loss function may be given
         _check_state(state, names)
         check_call(batch, rng, options)
         check_optimizer(state.tx, state.opt_state, extra)
@@ -203,14 +230,14 @@ def make_train_step(
 
 def _with_collections(loss_fn: LossFn, names: tuple[str, ...]) -> LossFn:
     def with_collections(
-        params: PyTree, batch: Batch, *rng: Array, state: dict[str, PyTree]
+        params: PyTree, batch: Batch, *rng: Array, state: dict[str, PyTree], **given: Any
     ) -> tuple[Any, dict[str, PyTree]]:
         first = "variables" if names else "params"
         arguments = f"{first}, batch, rng" if rng else f"{first}, batch"
-        check_takes("make_train_step", loss_fn, arguments, 2 + len(rng))
+        check_takes("make_train_step", loss_fn, arguments, 2 + len(rng), given)
         if not names:
-            return loss_fn(params, batch, *rng), state
-        out = loss_fn({"params": params, **state}, batch, *rng)
+            return loss_fn(params, batch, *rng, **given), state
+        out = loss_fn({"params": params, **state}, batch, *rng, **given)
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)):
             raise TypeError(
                 "make_train_step: loss_fn must return (sums, updates) where mutable is given, got "

@@ -12,7 +12,8 @@ are summed over the ranks once.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +23,28 @@ from jaxtyping import Array, PyTree, Scalar
 from jax_ddp_weighting._arguments import check_microbatches
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.counts import Sum, as_sum, to_divisor, to_report
+from jax_ddp_weighting.weighting.denominators import (
+    Denominators,
+    StepWeights,
+    sum_over_ranks,
+    sum_step_weights,
+    to_denominators,
+)
 from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import (
     LossFn,
-    StepWeights,
-    add_missing,
+    check_axes,
+    check_scalars,
     check_state,
+    check_totals,
     describe,
     has_gradient,
     name_terms,
-    row_weights,
     unpack,
 )
+from jax_ddp_weighting.weighting.microbatches import Rows, check_rows, take_microbatch
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
-
-T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -47,11 +55,18 @@ class GlobalLoss:
     Attributes:
         value: the sum over terms of coefficient times mean, a scalar.
         terms: each term's `WeightedSum` over the whole step, by name; a loss function that returned
-            one `WeightedSum` has the one term `"loss"`.
+            one `WeightedSum` has the one term `"loss"`. A sum of integers stays one: where 32 bits
+            cannot hold it, it is 2**31 - 1 and the rest is in `beyond`, so that the mean is right.
+        bad_weights: how many weights of the step cannot count, because they are negative, NaN,
+            infinite, or a sum that passed 2**31 before it came here: rows of a `Batch`; and where
+            no row is bad, or no `Batch` was given, terms, on each rank and microbatch. If there are
+            any, nothing is counted: the value is NaN, and the gradient and all terms are 0, as in a
+            step without weight.
     """
 
     value: Any
     terms: dict[str, WeightedSum]
+    bad_weights: Any = 0
 
 
 def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
@@ -90,7 +105,8 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
         axis_name: the mapped data axis, or a tuple of axes.
 
     Returns:
-        A scalar; 0 where the global weight is 0. No gradient flows into the weight.
+        A scalar; 0 where the global weight is 0, and NaN where a rank's is negative or NaN. No
+        gradient flows into the weight.
 
     Raises:
         TypeError: `local` is not a `WeightedSum`.
@@ -110,9 +126,12 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
             "losses, weights) makes one; a mean has lost its denominator."
         )
     ranks = mesh.axis_size(axis_name, caller="rank_share")
+    check_scalars({"local": local}, returned_by="rank_share: local")
     # Varying, also where it is the same on every rank, so that every rank pulls it back.
-    local = mesh.vary(jax.tree.map(jnp.asarray, local), axis_name)
-    share = divide(local.total, lax.psum(local.weight, axis_name))
+    local = mesh.vary(name_terms(local, None)["loss"], axis_name)
+    weights = sum_step_weights(None, {"local": local}, accepted=False)
+    whole = to_denominators(sum_over_ranks(weights, axis_name), None)
+    share = jnp.where(whole.bad == 0, divide(local.total, whole.terms["local"]), jnp.nan)
     if mesh.is_checked(axis_name):
         return share + lax.stop_gradient(share * (ranks - 1))
     return share * ranks
@@ -148,27 +167,32 @@ def value_and_grad(
         microbatches: how many microbatches to split the rows into. Microbatch `k` of `K` holds rows
             `k, k + K, k + 2K, ...`, so that the rows of a sharded batch stay on their device.
         coefficients: one factor per term, for loss functions that return a dict. A term of
-            coefficient 0 is a metric: it is summed and reported, and pulls no gradient.
+            coefficient 0 is a metric: it is summed and reported, and pulls no gradient. Of a traced
+            coefficient nothing is known beforehand, so its term is no metric, even where it is 0.
         has_aux: `loss_fn` returns `(sums, aux)`.
         has_state: `loss_fn(params, batch, state=state)` returns `(sums, state)`, or
             `(sums, state, aux)`. A state is what a model keeps beside its parameters, such as
             running batch statistics. It passes through the microbatches in order, and has no
-            gradient and no say in the weights.
+            gradient; what it draws or decides about weights is as it is in the real pass.
 
     Returns:
         A function `(params, batch, rng=None) -> (GlobalLoss, gradients)`, or
         `((GlobalLoss, aux), gradients)` with `has_aux`; or
         `(params, batch, rng=None, *, state) -> ((GlobalLoss, state), gradients)` with `has_state`,
-        `aux` coming last with both. `batch` is a pytree of arrays with one leading axis of rows.
-        Gradients have the shapes and dtypes of `params`. `aux` is the rank's
-        own, stacked along a new leading axis when there are several microbatches. A given `rng` is
-        folded with the microbatch's number and passed as `loss_fn(params, batch, rng)`.
+        `aux` coming last with both. `batch` is a pytree of arrays with one leading axis of rows,
+        the same number in every leaf. What is no row goes in as `replicated=`, a pytree that every
+        rank and microbatch is given whole, as `loss_fn(..., replicated=...)`: class weights, a
+        teacher, a target network. Gradients have the shapes and dtypes of `params`. `aux` is the
+        rank's own, stacked along a new leading axis when there are several microbatches. A given
+        `rng` is folded with the microbatch's number and passed as `loss_fn(params, batch, rng)`.
 
     Raises:
-        TypeError: `loss_fn` returns anything but `WeightedSum`s; parameters are not floats.
-        ValueError: the microbatches do not divide the rows; `coefficients` do not name the terms;
-            the axis is not mapped; the state comes back in another shape, or not the same on every
-            rank (as far as types tell: in `shard_map` with its varying-axes check).
+        TypeError: `loss_fn` returns anything but `WeightedSum`s, or a term that pulls has a total
+            that is no float; parameters are not floats; a state is given without `has_state`.
+        ValueError: leaves of the batch differ in their number of rows, or the microbatches do not
+            divide it; `coefficients` do not name the terms; the axis is not mapped, or rows lie
+            over another one too; the state comes back in another shape, or not the same on every
+            rank (both as far as types tell: in `shard_map` with its varying-axes check).
 
     Matches: one device that holds the whole batch, to 1e-12 in float64, in all five regimes on jax
         0.10.2 and 0.12.0 (tests/weighting/test_gradient.py).
@@ -181,17 +205,37 @@ def value_and_grad(
         >>> loss, gradient = value_and_grad(loss_fn, microbatches=2)(2.0, batch)
         >>> round(float(loss.value), 4), round(float(gradient), 4)
         (4.6667, 2.3333)
+
+        Class weights are no rows:
+
+        >>> def class_loss(w, batch, replicated):
+        ...     x, labels = batch
+        ...     return weighted_sum(w * x, replicated[labels])
+        >>> batch = jnp.array([1.0, 3.0, 3.0, 3.0]), jnp.array([0, 1, 1, 1])
+        >>> step = value_and_grad(class_loss, microbatches=2)
+        >>> loss, gradient = step(2.0, batch, replicated=jnp.array([3.0, 1.0]))
+        >>> float(gradient)  # (3 * 1 + 1 * 9) / 6
+        2.0
     """
     options = GradientOptions(
         loss_fn, axis_name, microbatches, coefficients, has_aux=has_aux, has_state=has_state
     )
 
     def global_value_and_grad(
-        params: PyTree, batch: PyTree, rng: Array | None = None, *, state: PyTree = None
+        params: PyTree,
+        batch: PyTree,
+        rng: Array | None = None,
+        *,
+        state: PyTree = None,
+        replicated: PyTree = None,
     ) -> tuple[Any, PyTree]:
-        found = take_gradient(options, params, batch, rng=rng, state=state)
+        found = take_gradient(options, params, batch, rng=rng, state=state, replicated=replicated)
+        # A bad weight may stand in a product, where 0 times NaN is NaN: chosen, not multiplied.
+        # (A training step applies no gradient then, and need not pay for the choice.)
+        good = found.loss.bad_weights == 0
+        gradients = jax.tree.map(lambda g: jnp.where(good, g, jnp.zeros_like(g)), found.gradients)
         extras = [found.state] * has_state + found.aux
-        return ((found.loss, *extras) if extras else found.loss), found.gradients
+        return ((found.loss, *extras) if extras else found.loss), gradients
 
     return global_value_and_grad
 
@@ -233,7 +277,7 @@ class StepGradient(NamedTuple):
 
     Attributes:
         loss: the global loss and its terms.
-        gradients: of the global mean, as the parameters are.
+        gradients: of the global mean, as the parameters are; not to be used where weights are bad.
         accepted: the weight of the batch's rows, if it was asked for.
         state: what the model keeps; None where it has no state.
         aux: a list of the rank's auxiliary output, or empty.
@@ -254,6 +298,7 @@ def take_gradient(
     rng: Array | None = None,
     row_keys: Array | None = None,
     state: PyTree = None,
+    replicated: PyTree = None,
 ) -> StepGradient:
     """The gradient of a step; what `value_and_grad` and every training step are made of.
 
@@ -264,52 +309,51 @@ def take_gradient(
         rng: one key, which is folded with the microbatch's number.
         row_keys: keys `[rows]` in place of it, which go where their rows go.
         state: what the model keeps beside its parameters.
+        replicated: what every rank and microbatch is given whole; None is nothing.
     """
     axis_name = options.axis_name
-    params = jax.tree_util.tree_map_with_path(_parameter, params)
+    if state is not None and not options.has_state:
+        raise TypeError(
+            "value_and_grad: state must be left out unless has_state=True, got "
+            f"{describe(state)}. With it, loss_fn(params, batch, state=state) returns "
+            "(sums, state)."
+        )
+    check_rows(batch, caller="value_and_grad")
+    shared = jax.tree_util.tree_map_with_path(_parameter, params)
+    params = shared
     if axis_name is not None:
         mesh.axis_size(axis_name, caller="value_and_grad")
         # Local parameters: else a checked shard_map sums their gradient by itself, and does so
         # inside the loop, at every microbatch.
-        params = mesh.vary(params, axis_name)
-    rows = Rows(batch, rng, row_keys)
+        params = mesh.vary(shared, axis_name)
+    rows = Rows(batch, rng, row_keys, replicated)
     take = pull_back if options.microbatches == 1 else _accumulate
-    found = take(options, params, rows, state)
-    totals, gradients = _psum_scalars(found.totals, axis_name), found.gradients
+    found = take(options, params, rows, state, shared=shared)
+    totals, gradients = sum_over_ranks(found.totals, axis_name), found.gradients
     if axis_name is not None:
         gradients = lax.psum(gradients, axis_name)
-    terms = {name: WeightedSum(totals[name], found.weights[name]) for name in found.weights}
-    loss = GlobalLoss(_combine(terms, options.factors), terms)
-    return StepGradient(loss, gradients, found.accepted, found.state, found.aux)
+    good = found.divided_by.bad == 0
+    totals = jax.tree.map(lambda total: jnp.where(good, total, jnp.zeros_like(total)), totals)
+    loss = _report(options, totals, found.divided_by)
+    return StepGradient(loss, gradients, found.divided_by.accepted, found.state, found.aux)
 
 
-def _combine(terms: dict[str, WeightedSum], factors: Mapping[str, Any]) -> Array:
-    # a metric is left out, not multiplied by 0: its mean may be NaN
-    pulling = [name for name in terms if has_gradient(factors[name])]
-    return sum((factors[name] * terms[name].mean() for name in pulling), start=jnp.zeros(()))
-
-
-class Rows(NamedTuple):
-    """A rank's rows, and what is random about them.
-
-    Attributes:
-        batch: a pytree of arrays `[rows, ...]`.
-        rng: one key for all rows, or None.
-        keys: a key per row, or None.
-    """
-
-    batch: PyTree
-    rng: Array | None
-    keys: Array | None
-
-
-def take_microbatch(rows: Rows, k: Any, microbatches: int) -> Rows:
-    """The rows of microbatch `k`; all of them, and the rng as it is, where there is one."""
-    if microbatches == 1:
-        return rows
-    rng = None if rows.rng is None else jax.random.fold_in(rows.rng, k)
-    split = [_take_rows(tree, k, microbatches) for tree in (rows.batch, rows.keys)]
-    return Rows(split[0], rng, split[1])
+def _report(
+    options: GradientOptions, totals: dict[str, Sum], divided_by: Denominators
+) -> GlobalLoss:
+    terms, value = {}, jnp.zeros(())
+    for name, weight in divided_by.weights.items():
+        if has_gradient(options.factors[name]):  # else left out: the mean of a metric may be NaN
+            mean = divide(to_divisor(totals[name]), divided_by.terms[name])
+            value = value + options.factors[name] * mean
+        total, rest = to_report(totals[name])
+        rests = rest, divided_by.beyond[name]
+        beyond = None
+        if any(each is not None for each in rests):
+            beyond = WeightedSum(*(jnp.zeros(()) if each is None else each for each in rests))
+        terms[name] = WeightedSum(total, weight, beyond)
+    value = jnp.where(divided_by.bad == 0, value, jnp.nan)
+    return GlobalLoss(value, terms, divided_by.bad)
 
 
 class Sums(NamedTuple):
@@ -322,47 +366,54 @@ class Sums(NamedTuple):
         aux: a list of the auxiliary output, or empty.
     """
 
-    metrics: dict[str, Array]
+    metrics: dict[str, Sum]
     weights: StepWeights
     state: PyTree
     aux: list[Any]
 
 
 def call_loss(
-    options: GradientOptions, params: PyTree, rows: Rows, state: PyTree
+    options: GradientOptions, params: PyTree, rows: Rows, state: PyTree, *, shared: PyTree
 ) -> tuple[dict[str, Array], Sums]:
-    """The totals to pull back, beside what no gradient flows through: a function for `jax.vjp`."""
+    """The totals to pull back, beside what no gradient flows through: a function for `jax.vjp`.
+
+    Args:
+        options: what is called, and how.
+        params: parameters that are local to the rank.
+        rows: the microbatch.
+        state: the model's state before it.
+        shared: the parameters as they were given, the same on every rank.
+    """
     keys = rows.rng if rows.keys is None else rows.keys
     args = (rows.batch,) if keys is None else (rows.batch, keys)
+    given = {} if rows.replicated is None else {"replicated": rows.replicated}
     if options.has_state:
-        out = options.loss_fn(params, *args, state=state)
-        sums, new_state, *aux = unpack(out, "state", *["aux"] * options.has_aux)
-        state = check_state(state, new_state, options.axis_name)
+        named = ("state", *["aux"] * options.has_aux)
+
+        def call(params: PyTree) -> tuple[Any, ...]:
+            return unpack(options.loss_fn(params, *args, state=state, **given), *named)
+
+        sums, new_state, *aux = call(params)
+        state = check_state(state, new_state, options.axis_name, lambda: call(shared)[1])
     else:
-        out = options.loss_fn(params, *args)
+        out = options.loss_fn(params, *args, **given)
         sums, *aux = unpack(out, "aux") if options.has_aux else (out,)
-    terms = jax.tree.map(jnp.asarray, name_terms(sums, options.coefficients))
-    weights = row_weights(rows.batch, accepted=options.has_accepted)
-    weights = weights._replace(terms={name: each.weight for name, each in terms.items()})
-    totals = {name: each.total for name, each in terms.items()}
+    terms = name_terms(sums, options.coefficients)
+    check_axes(terms, options.axis_name, params)
+    pulls = {name for name in terms if has_gradient(options.factors[name])}
+    check_totals({name: terms[name] for name in terms if name in pulls})
+    weights = sum_step_weights(rows.batch, terms, accepted=options.has_accepted)
+    pulled = {name: each.total for name, each in terms.items() if name in pulls}
+    metrics = {name: as_sum(each.total) for name, each in terms.items() if name not in pulls}
     if options.axis_name is not None:
         # Also what is the same on every rank, so that it is pulled back from every rank.
-        totals, weights = mesh.vary((totals, weights), options.axis_name)
-    pulled = {name for name in totals if _pulls(totals[name], options.factors[name])}
-    metrics = {name: totals[name] for name in totals if name not in pulled}
-    return {name: totals[name] for name in totals if name in pulled}, Sums(
-        metrics, weights, state, aux
-    )
+        varied = mesh.vary((pulled, metrics, weights), options.axis_name)
+        pulled, metrics, weights = varied
+    return pulled, Sums(metrics, weights, state, aux)
 
 
-def _pulls(total: Array, factor: Any) -> bool:
-    return has_gradient(factor) and jnp.issubdtype(total.dtype, jnp.inexact)
-
-
-def sum_over_ranks(options: GradientOptions, weights: StepWeights) -> StepWeights:
-    """The weights of the whole step, those of missing ranks counted in."""
-    weights = _psum_scalars(weights, options.axis_name)
-    return weights._replace(terms=add_missing(weights, options.coefficients))
+def _divide_by(options: GradientOptions, weights: StepWeights) -> Denominators:
+    return to_denominators(sum_over_ranks(weights, options.axis_name), options.coefficients)
 
 
 class Pulled(NamedTuple):
@@ -371,16 +422,14 @@ class Pulled(NamedTuple):
     Attributes:
         gradients: the rank's own share of the gradient of the global mean.
         totals: the rank's own totals, by term.
-        weights: the terms' weights over the whole step, all ranks.
-        accepted: the weight of all ranks' rows, if it was asked for.
+        divided_by: the weights over the whole step, all ranks.
         state: the model's new state.
         aux: a list of the auxiliary output, or empty.
     """
 
     gradients: PyTree
-    totals: dict[str, Array]
-    weights: dict[str, Array]
-    accepted: Array | None
+    totals: dict[str, Sum]
+    divided_by: Denominators
     state: PyTree
     aux: list[Any]
 
@@ -390,7 +439,9 @@ def pull_back(
     params: PyTree,
     rows: Rows,
     state: PyTree,
-    weights: StepWeights | None = None,
+    divided_by: Denominators | None = None,
+    *,
+    shared: PyTree,
 ) -> Pulled:
     """One microbatch's gradient, each total divided by the weight of the whole step.
 
@@ -401,40 +452,44 @@ def pull_back(
         params: parameters that are local to the rank.
         rows: the microbatch.
         state: the model's state before it.
-        weights: those of the whole step, where the rows are not all of it.
+        divided_by: what the whole step is divided by, where the rows are not all of it.
+        shared: the parameters as they were given, the same on every rank.
     """
     totals, pull, sums = jax.vjp(
-        lambda params: call_loss(options, params, rows, state), params, has_aux=True
+        lambda params: call_loss(options, params, rows, state, shared=shared), params, has_aux=True
     )
-    weights = sum_over_ranks(options, sums.weights) if weights is None else weights
+    whole = _divide_by(options, sums.weights) if divided_by is None else divided_by
     cotangents = {
         name: _like(
-            divide(jnp.asarray(options.factors[name], total.dtype), weights.terms[name]), total
+            divide(jnp.asarray(options.factors[name], total.dtype), whole.terms[name]), total
         )
         for name, total in totals.items()
     }
     gradients = pull(cotangents)[0]
-    everything = {**totals, **sums.metrics}
-    return Pulled(gradients, everything, weights.terms, weights.accepted, sums.state, sums.aux)
+    return Pulled(gradients, {**totals, **sums.metrics}, whole, sums.state, sums.aux)
 
 
-def _accumulate(options: GradientOptions, params: PyTree, rows: Rows, state: PyTree) -> Pulled:
+def _accumulate(
+    options: GradientOptions, params: PyTree, rows: Rows, state: PyTree, *, shared: PyTree
+) -> Pulled:
     """The same of several microbatches: their weights first, then one gradient after the other."""
     numbers = jnp.arange(options.microbatches)
 
     def microbatch(k: Array) -> Rows:
         return take_microbatch(rows, k, options.microbatches)
 
-    def weights_at(carry: None, k: Array) -> tuple[None, StepWeights]:
-        _, sums = call_loss(options, params, microbatch(k), state)
-        return carry, sums.weights
+    def weigh(state: PyTree, k: Array) -> tuple[PyTree, StepWeights]:
+        # The state goes on as it does below, for the model may draw weights from a stream in it.
+        # Where it has no say in them, XLA removes it with the rest of the forward pass.
+        _, sums = call_loss(options, params, microbatch(k), state, shared=shared)
+        return sums.state, sums.weights
 
-    _, weights = lax.scan(weights_at, None, numbers)
-    weights = sum_over_ranks(options, jax.tree.map(jnp.sum, weights))
+    _, weights = lax.scan(weigh, state, numbers)
+    whole = _divide_by(options, jax.tree.map(partial(jnp.sum, axis=0), weights))
 
     def add(carry: tuple[PyTree, PyTree], k: Array) -> tuple[Any, Any]:
         gradients, state = carry
-        found = pull_back(options, params, microbatch(k), state, weights)
+        found = pull_back(options, params, microbatch(k), state, whole, shared=shared)
         gradients = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, found.gradients)
         return (gradients, found.state), (found.totals, found.aux)
 
@@ -442,41 +497,12 @@ def _accumulate(options: GradientOptions, params: PyTree, rows: Rows, state: PyT
     zeros = jax.tree.map(_zeros_like, params)
     (gradients, state), (totals, aux) = lax.scan(add, (zeros, state), numbers)
     gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
-    totals = jax.tree.map(jnp.sum, totals)
-    return Pulled(gradients, totals, weights.terms, weights.accepted, state, aux)
+    totals = jax.tree.map(partial(jnp.sum, axis=0), totals)
+    return Pulled(gradients, totals, whole, state, aux)
 
 
 def _like(value: Array, model: Array) -> Array:
     return mesh.vary_like(value.astype(model.dtype), model)
-
-
-def _psum_scalars(scalars: T, axis_name: AxisName | None) -> T:
-    """Sums each over the ranks, with one all-reduce per dtype instead of one per scalar."""
-    if axis_name is None:
-        return scalars
-    leaves, structure = jax.tree.flatten(scalars)
-    for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
-        places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        summed = lax.psum(jnp.stack([leaves[i] for i in places]), axis_name)
-        for i, place in enumerate(places):
-            leaves[place] = summed[i]
-    return structure.unflatten(leaves)
-
-
-def _take_rows(batch: PyTree, k: Any, microbatches: int) -> PyTree:
-    def rows(path: Any, leaf: Array) -> Array:
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] % microbatches:
-            raise ValueError(
-                f"value_and_grad: microbatches must divide the rows of every leaf of batch, got "
-                f"{microbatches} microbatches and shape {shape} at batch"
-                f"{jax.tree_util.keystr(path)}. Pad with rows of weight 0, as Batch.padded("
-                f"{microbatches}) does, or choose another number."
-            )
-        split = jnp.reshape(leaf, (shape[0] // microbatches, microbatches, *shape[1:]))
-        return lax.dynamic_index_in_dim(split, k, axis=1, keepdims=False)
-
-    return jax.tree_util.tree_map_with_path(rows, batch)
 
 
 def _zeros_like(leaf: Array) -> Array:

@@ -1,16 +1,17 @@
 """What a loss function returns: one sum or several by name, and what its model keeps."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.sums import WeightedSum, divide, weighted_sum
+from jax_ddp_weighting.weighting.sums import WeightedSum
 
 LossFn = Callable[..., Any]
 """`(params, batch) -> WeightedSum`, or a dict of them; with `rng` as a third argument if one is
@@ -29,8 +30,18 @@ def name_sums(sums: Any) -> dict[str, WeightedSum] | None:
 def check_scalars(
     terms: Mapping[str, WeightedSum], *, returned_by: str, called: str = "term "
 ) -> None:
-    """Raises `ValueError` unless every sum is one of scalars; the others speak in the error."""
+    """Raises unless every sum is one of scalars; the others speak in the error.
+
+    Raises:
+        TypeError: a total or a weight is no number, or a weight is complex.
+        ValueError: one is no scalar.
+    """
     for name, each in terms.items():
+        if not (_is_number(each.total) and _is_number(each.weight, real=True)):
+            raise TypeError(
+                f"{returned_by} must return sums of numbers, got total {describe(each.total)} and "
+                f"weight {describe(each.weight)} for {called}{name!r}. weighted_sum makes them."
+            )
         if jnp.shape(each.total) != () or jnp.shape(each.weight) != ():
             raise ValueError(
                 f"{returned_by} must return scalar sums, got total {jnp.shape(each.total)} and "
@@ -38,10 +49,20 @@ def check_scalars(
             )
 
 
+def _is_number(value: Any, *, real: bool = False) -> bool:
+    if not hasattr(value, "dtype"):
+        return isinstance(value, int | float | (int if real else complex))
+    kinds = (jnp.bool_, jnp.integer, jnp.floating if real else jnp.inexact)
+    return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
 def name_terms(
     sums: Any, coefficients: Mapping[str, Any] | None, *, caller: str = "value_and_grad"
 ) -> dict[str, WeightedSum]:
-    """What a loss function returned, as terms by name, each of which has a coefficient."""
+    """What a loss function returned, as terms by name, each of which has a coefficient.
+
+    They come widened: what a loss function has summed by hand may be as narrow as int8.
+    """
     terms = name_sums(sums)
     if terms is None:
         raise TypeError(
@@ -64,64 +85,16 @@ def name_terms(
             f"coefficients={{{', '.join(f'{name!r}: 1.0' for name in sorted(terms))}}}."
         )
     check_scalars(terms, returned_by=f"{caller}: loss_fn")
-    return terms
-
-
-class StepWeights(NamedTuple):
-    """What is summed over rows, microbatches and ranks before anything is divided.
-
-    Beside the terms' own weights travel those of the batch's rows, which belong to no term: in
-    fields of their own, so that no name of a term can meet them, and in one pytree, so that one
-    all-reduce per dtype carries them all.
-
-    Attributes:
-        accepted: the weight of the batch's rows; None where nobody asks for it.
-        missing: the weight of ranks that are not there any more; None but for `join_batches`.
-        present: the weight of the rows that are there, beside `missing`.
-        terms: each term's weight, by name.
-    """
-
-    accepted: Array | None
-    missing: Array | None
-    present: Array | None
-    terms: dict[str, Array]
-
-
-def row_weights(batch: Any, *, accepted: bool) -> StepWeights:
-    """What a batch's rows weigh, without any terms yet.
-
-    Args:
-        batch: what a loss function is given; weights of rows are read from a `Batch` alone.
-        accepted: whether the weight of its rows is asked for.
-    """
-    rows = jnp.asarray(batch.weights) if accepted else None
-    # the weight alone: zeros in place of losses, summed up, would cost a small step 1 %
-    counted = None if rows is None else weighted_sum(jnp.zeros(rows.shape), rows).weight
-    if not isinstance(batch, Batch) or batch.missing is None:
-        return StepWeights(counted, None, None, {})
-    return StepWeights(counted, jnp.sum(batch.missing), jnp.sum(batch.weights), {})
-
-
-def add_missing(weights: StepWeights, coefficients: Mapping[str, Any] | None) -> dict[str, Array]:
-    """The terms' weights of a whole step, as if missing ranks had weighed what the others do.
-
-    The rule: with `M` the weight of the missing ranks and `V` that of those present, every term
-    that counts is divided by `1 + M / V` times its weight, whatever it is weighed in.
-    """
-    if weights.missing is None:
-        return weights.terms
-    stretch = 1 + divide(weights.missing, weights.present)
-    factors = coefficients or {"loss": 1.0}
-    return {
-        # a metric is a mean over what is there, so it is not stretched
-        name: weight * stretch if has_gradient(factors[name]) else weight
-        for name, weight in weights.terms.items()
-    }
+    return {name: each.whole() for name, each in terms.items()}
 
 
 def has_gradient(factor: Any) -> bool:
-    """Whether a term has a part in the loss: a coefficient of plain 0 makes it a mere metric."""
-    return not (isinstance(factor, int | float) and factor == 0)
+    """Whether a term has a part in the loss: a coefficient of 0 makes it a mere metric.
+
+    However the 0 is spelled: as a number, a bool, or an array on the host or on a device. Of a
+    traced coefficient nothing is known while the program is made, so its term pulls.
+    """
+    return isinstance(factor, Tracer) or bool(np.any(np.asarray(factor) != 0))
 
 
 def unpack(out: Any, *extras: str) -> tuple[Any, ...]:
@@ -136,32 +109,87 @@ def unpack(out: Any, *extras: str) -> tuple[Any, ...]:
     return out
 
 
-def check_state(old: PyTree, new: PyTree, axis_name: AxisName | None) -> PyTree:
-    """The new state of a model, if it has the form of the old one and is the same on every rank."""
+def check_totals(terms: Mapping[str, WeightedSum]) -> None:
+    """Raises `TypeError` for totals that `jax.grad` would refuse too."""
+    for name, each in terms.items():
+        if not jnp.issubdtype(each.total.dtype, jnp.floating):
+            raise TypeError(
+                "value_and_grad: loss_fn must return a total of floats for a term that pulls, got "
+                f"{each.total.dtype} for term {name!r}. It has no gradient: take a float loss, or "
+                "give what is only to be reported the coefficient 0."
+            )
+
+
+def check_axes(
+    terms: Mapping[str, WeightedSum], axis_name: AxisName | None, params: PyTree
+) -> None:
+    """Raises `ValueError` if types tell that rows lie over an axis that nobody has named."""
+    for name, each in terms.items():
+        more = mesh.unnamed_axes(each, axis_name, parameters=params)
+        if more:
+            named = (
+                ()
+                if axis_name is None
+                else (axis_name,)
+                if isinstance(axis_name, str)
+                else tuple(axis_name)
+            )
+            every = (*named, *more)
+            raise ValueError(
+                "value_and_grad: axis_name must name every mapped axis that rows lie over, got "
+                f"{axis_name!r} for term {name!r}, which varies over {more} too. Pass axis_name="
+                f"{every[0] if len(every) == 1 else every!r}, or sum the term over the axis."
+            )
+
+
+def check_state(
+    old: PyTree, new: PyTree, axis_name: AxisName | None, again: Callable[[], PyTree]
+) -> PyTree:
+    """The new state of a model, if it has the form of the old one and is the same on every rank.
+
+    Args:
+        old: the state that went in.
+        new: the state that came out.
+        axis_name: the mapped data axis, or None.
+        again: the new state once more, computed from the parameters as they were given. Those that
+            gradients are taken of have been made to vary over the ranks, in type alone, and so has
+            what a model keeps of them, such as the norm of a weight. Only what varies even so may
+            differ from rank to rank.
+    """
     if jax.tree.structure(old) != jax.tree.structure(new):
         raise ValueError(
             "value_and_grad: loss_fn must return a state of the structure it was given, got "
             f"{jax.tree.structure(new)} for {jax.tree.structure(old)}. Return all that came in, "
             "and nothing else."
         )
+    new = jax.tree_util.tree_map_with_path(_check_form, old, new)
+    if axis_name is None or not any(mesh.varies(leaf, axis_name) for leaf in jax.tree.leaves(new)):
+        return new
 
-    def checked(path: Any, before: Any, after: Any) -> Array:
-        before, after = jnp.asarray(before), jnp.asarray(after)
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise ValueError(
-                f"value_and_grad: loss_fn must return a state of the form it was given, got "
-                f"{describe(after)} for {describe(before)} at state"
-                f"{jax.tree_util.keystr(path)}. Cast it back, or initialise it so."
-            )
-        if axis_name is not None and mesh.varies(after, axis_name):
+    def check_same(path: Any, leaf: Array, shared: Any) -> Array:
+        if not mesh.varies(leaf, axis_name):
+            return leaf
+        shared = jnp.asarray(shared)
+        if mesh.varies(shared, axis_name):
             raise ValueError(
                 "value_and_grad: loss_fn must return a state that is the same on every rank, got "
                 f"one that may vary over {axis_name!r} at state{jax.tree_util.keystr(path)}. Sum "
                 "what it is made of over the ranks, as a BatchNorm that is given the axis does."
             )
-        return after
+        return shared
 
-    return jax.tree_util.tree_map_with_path(checked, old, new)
+    return jax.tree_util.tree_map_with_path(check_same, new, again())
+
+
+def _check_form(path: Any, before: Any, after: Any) -> Array:
+    before, after = jnp.asarray(before), jnp.asarray(after)
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+        raise ValueError(
+            f"value_and_grad: loss_fn must return a state of the form it was given, got "
+            f"{describe(after)} for {describe(before)} at state"
+            f"{jax.tree_util.keystr(path)}. Cast it back, or initialise it so."
+        )
+    return after
 
 
 def describe(value: Any) -> str:

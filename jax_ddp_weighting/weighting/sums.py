@@ -9,11 +9,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Scalar
 
 from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.counts import (
+    LARGEST,
+    add_checked,
+    as_wide,
+    is_bad,
+    psum_checked,
+    sum_weights,
+    to_weight,
+    widened_dtype,
+)
 from jax_ddp_weighting.weighting.dtypes import widen
 
 
@@ -23,11 +35,18 @@ class WeightedSum:
     """A numerator and a denominator that are kept apart until the one division.
 
     The rule: sums add, means do not. Add these over microbatches, sum them over ranks, and take the
-    mean last.
+    mean last. What is added is widened first, to float32 or int32 at least, so that narrow sums
+    made by hand do not stop counting or wrap round.
+
+    A weight is finite and at least 0. One that is not, or a sum of int32 that passes 2**31 - 1, is
+    a bad weight: it stays negative or NaN in whatever it is added to, and its mean is NaN.
 
     Attributes:
         total: sum of weight times loss, a scalar of at least float32.
         weight: sum of the weights, a scalar; an integer when the weights were integers.
+        beyond: what `total` and `weight` leave out, as a `WeightedSum` of floats: in what
+            `value_and_grad` reports, an integer of 32 bits that cannot hold its sum is 2**31 - 1,
+            and the rest is here. None in all other sums.
 
     Example:
         >>> first, second = WeightedSum(1.0, 1), WeightedSum(9.0, 3)
@@ -37,11 +56,18 @@ class WeightedSum:
 
     total: Any
     weight: Any
+    beyond: Any = None
 
     def __add__(self, other: "WeightedSum") -> "WeightedSum":
         if not isinstance(other, WeightedSum):
             return NotImplemented
-        return WeightedSum(self.total + other.total, self.weight + other.weight)
+        totals, weights = (self.total, other.total), (self.weight, other.weight)
+        if any(isinstance(each, jax.Array) for each in (*totals, *weights)):
+            total, weight = add_checked(totals, weights)
+        else:  # on the host: Python's numbers have no end, and numpy's are as wide as need be
+            total, weight = sum(map(_widen_host, totals)), sum(map(_widen_host, weights))
+        beyond = [each.beyond for each in (self, other) if each.beyond is not None]
+        return WeightedSum(total, weight, sum(beyond) if beyond else None)
 
     def __radd__(self, other: Any) -> "WeightedSum":
         # sum() starts at the integer 0
@@ -49,11 +75,29 @@ class WeightedSum:
 
     def psum(self, axis_name: AxisName) -> "WeightedSum":
         """The sum over all ranks of a mapped axis, the same on every rank."""
-        return WeightedSum(*lax.psum((self.total, self.weight), axis_name))
+        total, weight = psum_checked(self.total, self.weight, axis_name)
+        return WeightedSum(total, weight, self.beyond and self.beyond.psum(axis_name))
+
+    def whole(self) -> "WeightedSum":
+        """The same with nothing left `beyond`: as floats, if anything may be."""
+        total, weight = as_wide(self.total), as_wide(self.weight)
+        if self.beyond is None:
+            return WeightedSum(total, weight)
+        return WeightedSum(
+            *(
+                each.astype(widened_dtype(each, rest)) + rest
+                for each, rest in ((total, self.beyond.total), (weight, self.beyond.weight))
+            )
+        )
 
     def mean(self) -> Scalar:
-        """`total / weight`; 0, with gradient 0, where the weight is 0. The weight gets none."""
-        return divide(self.total, self.weight)
+        """`total / weight`; 0, with gradient 0, where the weight is 0. The weight gets none.
+
+        NaN where the weight is negative, NaN or infinite.
+        """
+        whole = self.whole()
+        mean = divide(whole.total, whole.weight)
+        return jnp.where(is_bad(whole.weight), jnp.nan, mean).astype(mean.dtype)
 
     def once(self, value: Any) -> "WeightedSum":
         """A term that is counted once per step and divided by nothing, such as a regulariser.
@@ -110,7 +154,7 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
     """
     losses = jnp.asarray(losses)
     if weights is None:
-        weights = jnp.ones(losses.shape, jnp.int32)
+        return _count_all(losses)
     weights = lax.stop_gradient(jnp.asarray(weights))
     if weights.shape != losses.shape:
         raise ValueError(
@@ -120,14 +164,25 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
         )
     fractional = jnp.issubdtype(weights.dtype, jnp.inexact)
     # float32 at least: bfloat16 stops counting at 256
-    weights = weights.astype(widen(jnp.float32 if fractional else jnp.int32, weights.dtype))
+    wide = widened_dtype(weights)
     if losses.dtype == jnp.bool_ and not fractional:
-        dtype = weights.dtype
+        dtype = wide
     else:
         dtype = widen(jnp.float32, losses.dtype)
-        dtype = widen(dtype, weights.dtype) if fractional else dtype
-    kept = jnp.where(weights != 0, losses, jnp.zeros_like(losses)).astype(dtype)
-    return WeightedSum(jnp.sum(kept * weights.astype(dtype)), jnp.sum(weights))
+        dtype = widen(dtype, wide) if fractional else dtype
+    weight, bad = sum_weights(weights)
+    # a bad weight is in no product either: 0 times the gradient of NaN would be NaN
+    weights = jnp.where(is_bad(weights), 0, weights).astype(dtype)
+    # a scalar 0: zeros made like the losses forget how they lie over Explicit axes
+    kept = jnp.where(weights != 0, losses, jnp.zeros((), losses.dtype)).astype(dtype)
+    return WeightedSum(jnp.sum(kept * weights), to_weight(weight, bad, wide))
+
+
+def _count_all(losses: Array) -> WeightedSum:
+    """The sum of losses that weigh 1 each: how many they are is no sum, and known beforehand."""
+    dtype = jnp.int32 if losses.dtype == jnp.bool_ else widen(jnp.float32, losses.dtype)
+    weight = jnp.asarray(losses.size, jnp.int32 if losses.size <= LARGEST else jnp.float32)
+    return WeightedSum(jnp.sum(losses.astype(dtype)), weight)
 
 
 def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]:
@@ -165,8 +220,8 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
     if held.min <= ignore_index <= held.max:
         valid = labels != ignore_index
     else:  # no label can be it, and JAX would wrap it around to a class
-        valid = jnp.ones(labels.shape, bool)
-    return jnp.where(valid, labels, jnp.zeros_like(labels)), valid.astype(jnp.int32)
+        valid = ~mesh.zeros_like(labels, bool)
+    return jnp.where(valid, labels, jnp.zeros((), labels.dtype)), valid.astype(jnp.int32)
 
 
 def divide(total: Any, weight: Any) -> Array:
@@ -180,3 +235,10 @@ def divide(total: Any, weight: Any) -> Array:
     empty = weight == 0
     safe = jnp.where(empty, jnp.ones_like(weight), weight).astype(dtype)
     return jnp.where(empty, jnp.zeros((), dtype), total.astype(dtype) / safe)
+
+
+def _widen_host(value: Any) -> Any:
+    if not isinstance(value, np.generic | np.ndarray):
+        return value
+    least = np.float32 if jnp.issubdtype(value.dtype, jnp.inexact) else np.int64
+    return value.astype(np.promote_types(least, value.dtype))

@@ -383,3 +383,16 @@ def test_large_weights_do_not_wrap_around(weight):
     _, updates = norm.apply(variables, x, weights=weights, mutable="batch_stats")
     # 4096 terms in float32, in an order of XLA's choice; one that wrapped around would be far off
     np.testing.assert_allclose(updates["batch_stats"]["mean"], [1.5], rtol=1e-5)
+
+
+def test_groups_of_ranks_are_refused_in_words_where_jax_has_none():
+    norm = BatchNorm(
+        use_running_average=False, axis_name="data", axis_index_groups=[[0, 1], [2, 3]]
+    )
+    variables = norm.init(jax.random.key(0), jnp.ones((2, 3)))
+
+    def make(axis_name):
+        return lambda variables, x: norm.apply(variables, x, mutable="batch_stats")[1]
+
+    with pytest.raises(ValueError, match=r"BatchNorm: axis_index_groups must be None where shard_"):
+        regimes.run("shard_map", 4, make, variables, np.ones((8, 3), np.float32))

@@ -94,3 +94,9 @@ def test_coefficients_of_which_none_trains_are_refused():
         TypeError, match=r"make_train_step: mesh must be a jax\.sharding\.Mesh, got"
     ):
         make_train_step(scalar_loss, 4)
+
+
+def test_a_mesh_without_devices_is_refused():
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    with pytest.raises(TypeError, match="make_train_step: mesh must have devices, got an Abstract"):
+        make_train_step(lambda params, batch: None, mesh)

@@ -71,6 +71,38 @@ def test_keys_per_example_give_one_run_however_rows_are_split():
     assert not np.allclose(run("rank", *splits[0]), run("rank", *splits[1]), rtol=1e-3)
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_rows_are_kept_or_not_whatever_the_kind_of_key(impl):
+    def kept_rows(params, batch, keys):
+        kept = jax.vmap(jax.random.bernoulli)(keys)
+        value = jnp.where(kept, 2.0 ** batch.ids.astype(jnp.float32), 0)
+        return weighted_sum(params["b"] + value, batch.weights)
+
+    def run(ranks, microbatches, order):
+        step = make_train_step(
+            kept_rows, data_mesh(ranks), microbatches=microbatches, rng_per="example"
+        )
+        batch = Batch.of(fetch(order), ids=order.astype(np.int32))
+        _, report = step(new_state(optax.sgd(0.1)), batch, jax.random.key(7, impl=impl))
+        return int(report.loss.terms["loss"].total)
+
+    order = np.arange(12)
+    splits = [(w, k, order) for w in (1, 2, 4) for k in (1, 3)] + [(2, 2, order[::-1])]
+    found = {run(*split) for split in splits}
+    assert len(found) == 1
+    assert 0 < found.pop() < 2**12 - 1  # a bit per row, some of each
+
+
+def test_keys_of_rbg_itself_would_depend_on_the_other_rows():
+    def draw(rows):
+        fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+        keys = fold(jax.random.key(7, impl="rbg"), rows)
+        return jax.vmap(jax.random.bernoulli)(keys)
+
+    halves = np.concatenate([draw(jnp.arange(6)), draw(jnp.arange(6, 12))])
+    assert (draw(jnp.arange(12)) != halves).any()
+
+
 def test_an_examples_key_depends_on_all_bits_of_its_id_and_not_on_their_width():
     def first_draw(ids, x64):
         with jax.enable_x64(x64):

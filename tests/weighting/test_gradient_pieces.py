@@ -7,23 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ddp_weighting import Batch, weighted_sum
+from jax_ddp_weighting import Batch, WeightedSum, weighted_sum
+from jax_ddp_weighting.weighting.counts import Count, as_sum
+from jax_ddp_weighting.weighting.denominators import (
+    Denominators,
+    StepWeights,
+    sum_over_ranks,
+    sum_step_weights,
+    to_denominators,
+)
 from jax_ddp_weighting.weighting.gradient import (
     GradientOptions,
-    Rows,
     call_loss,
     pull_back,
-    sum_over_ranks,
     take_gradient,
-    take_microbatch,
 )
-from jax_ddp_weighting.weighting.loss_terms import (
-    StepWeights,
-    add_missing,
-    check_scalars,
-    name_sums,
-    row_weights,
-)
+from jax_ddp_weighting.weighting.loss_terms import check_scalars, name_sums
+from jax_ddp_weighting.weighting.microbatches import Rows, take_microbatch
 
 BATCH = Batch.of(np.float32([1, 2, 3, 4]), weights=np.int32([1, 0, 2, 1]))
 
@@ -47,26 +47,29 @@ def test_a_microbatch_holds_every_kth_row_and_its_keys():
         jax.random.key_data(found.keys), jax.random.key_data(keys)[jnp.array([1, 3])]
     )
     rng = jax.random.key(1)
-    assert take_microbatch(Rows(BATCH, rng, None), 0, 1).rng is rng
-    folded = take_microbatch(Rows(BATCH, rng, None), 1, 2).rng
+    assert take_microbatch(Rows(BATCH, rng), 0, 1).rng is rng
+    folded = take_microbatch(Rows(BATCH, rng), 1, 2).rng
     np.testing.assert_array_equal(
         jax.random.key_data(folded), jax.random.key_data(jax.random.fold_in(rng, 1))
     )
 
 
 def test_a_call_parts_what_pulls_from_what_is_only_counted():
-    totals, sums = call_loss(OPTIONS, jnp.float32(2), Rows(BATCH, None, None), None)
+    two = jnp.float32(2)
+    totals, sums = call_loss(OPTIONS, two, Rows(BATCH), None, shared=two)
+    four = Count(0, 4)
     assert {name: float(total) for name, total in totals.items()} == {"loss": 22.0}
-    assert {name: int(total) for name, total in sums.metrics.items()} == {"hits": 3}
-    assert sums.weights == StepWeights(4, None, None, {"loss": 4, "hits": 4})
+    assert sums.metrics == {"hits": Count(0, 3)}
+    assert sums.weights == StepWeights(0, four, None, None, {"loss": four, "hits": four})
     assert (sums.state, sums.aux) == (None, [])
 
 
 def test_one_microbatch_is_divided_by_the_weight_of_the_whole_step():
-    whole = StepWeights(jnp.int32(8), None, None, {"loss": jnp.int32(8), "hits": jnp.int32(8)})
-    found = pull_back(OPTIONS, jnp.float32(2), Rows(BATCH, None, None), None, whole)
+    two, eight = jnp.float32(2), {"loss": jnp.float32(8), "hits": jnp.float32(8)}
+    whole = Denominators(jnp.int32(0), None, eight, eight, dict.fromkeys(eight))
+    found = pull_back(OPTIONS, two, Rows(BATCH), None, whole, shared=two)
     assert float(found.gradients) == 11 / 8
-    alone = pull_back(OPTIONS, jnp.float32(2), Rows(BATCH, None, None), None)
+    alone = pull_back(OPTIONS, two, Rows(BATCH), None, shared=two)
     assert float(alone.gradients) == 11 / 4  # its own weight, where it is the whole step
 
 
@@ -106,24 +109,27 @@ def test_a_term_may_have_any_name(name):
 
 
 def test_missing_ranks_stretch_what_pulls_and_no_metric():
-    weights = row_weights(replace(BATCH, missing=np.int32([0, 0, 2, 0])), accepted=False)
-    assert (weights.accepted, int(weights.missing), int(weights.present)) == (None, 2, 4)
-    terms = {"loss": jnp.int32(10), "hits": jnp.int32(10)}
-    found = add_missing(weights._replace(terms=terms), {"loss": 1.0, "hits": 0})
-    assert {name: float(weight) for name, weight in found.items()} == {"loss": 15, "hits": 10}
+    ten = WeightedSum(jnp.float32(1), jnp.int32(10))
+    batch = replace(BATCH, missing=np.int32([0, 0, 2, 0]))
+    weights = sum_step_weights(batch, {"loss": ten, "hits": ten}, accepted=False)
+    found = to_denominators(weights, {"loss": 1.0, "hits": 0})
+    assert found.accepted is None
+    assert {name: float(weight) for name, weight in found.terms.items()} == {"loss": 15, "hits": 10}
+    assert found.weights["loss"].dtype == jnp.float32
+    assert (found.weights["hits"].dtype, int(found.weights["hits"])) == (jnp.int32, 10)
 
 
 def test_weights_are_summed_over_ranks_by_one_all_reduce_per_dtype():
     def over(accepted, a, b, c):
-        weights = StepWeights(accepted, None, None, {"a": a, "b": b, "c": c})
-        return sum_over_ranks(replace(OPTIONS, axis_name="data", coefficients=None), weights)
+        terms = {"a": as_sum(a), "b": b, "c": c}
+        weights = StepWeights(jnp.int32(0), as_sum(accepted), None, None, terms)
+        return to_denominators(sum_over_ranks(weights, "data"), dict.fromkeys(terms, 1.0))
 
     ones = [jnp.ones(2, dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32, jnp.float32)]
     mapped = jax.vmap(over, axis_name="data")
-    assert (
-        jax.tree.leaves(jax.tree.map(float, jax.tree.map(lambda x: x[0], mapped(*ones))))
-        == [2.0] * 4
-    )
+    found = jax.tree.map(lambda x: float(x[0]), mapped(*ones))
+    assert (found.bad, found.accepted) == (0, 2)
+    assert found.terms == found.weights == {"a": 2, "b": 2, "c": 2}
     traced = jax.make_jaxpr(over, axis_env=[("data", 2)])(*[x[0] for x in ones])
     assert str(traced).count("psum") == 2
 

@@ -1,0 +1,209 @@
+"""Sums of weights that cannot be wrong unsaid: nothing wraps round, nothing bad is counted.
+
+JAX has no 64-bit integers unless x64 is on, and int32 passes its end at 2**31: the pixels of 700
+images do that in one step. Floats do not wrap, but float32 stops counting at 2**24. So integers are
+summed as two int32, a high and a low half, which is exact up to 2**47, adds a handful of scalar
+operations to a step, and travels in the all-reduce that the weights need anyway. (A float32 pair
+with compensated addition would be exact to 2**48, and has no all-reduce: `psum` adds each half by
+itself. A sum that is only checked is cheaper still, and would refuse steps that are right.)
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.dtypes import widen
+
+LARGEST = 2**31 - 1
+DOES_NOT_FIT = -(2**31)
+"""What an int32 weight is where its true value is unknown: bad, or more than int32 holds."""
+
+
+class Count(NamedTuple):
+    """An integer of up to 47 bits, `high * 2**16 + low`, both int32.
+
+    Halves of 16 bits leave room: 2**15 of them add up before the lower one has to be carried.
+    """
+
+    high: Array
+    low: Array
+
+    def carried(self) -> "Count":
+        """The same number, the lower half below 2**16 again."""
+        return Count(self.high + (self.low >> 16), self.low & 0xFFFF)
+
+    def fits(self) -> Array:
+        """Whether int32 holds it; of a number that has been carried."""
+        return (self.high >= -(2**15)) & (self.high < 2**15)
+
+    def as_int32(self) -> Array:
+        """The number, or what is left of it where it does not fit; of one that was carried."""
+        return (self.high << 16) | self.low
+
+    def as_float(self) -> Array:
+        """The number in float32, rounded once; of a number that has been carried."""
+        # The upper half times a power of two is exact up to 2**40, so only the addition rounds.
+        return self.high.astype(jnp.float32) * 65536.0 + self.low.astype(jnp.float32)
+
+
+Sum = Array | Count
+"""A sum of weights: a float, an int64 under x64, or an integer in two halves."""
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is an integer in two halves; for `is_leaf=` of `jax.tree`."""
+    return isinstance(value, Count)
+
+
+def as_wide(value: Any) -> Array:
+    """An array of at least float32, or int32 for integers and bools, so that it can be added to.
+
+    bfloat16 stops counting at 256, float16 ends at 65,504, and int8 is back at -128 after 127.
+    """
+    value = jnp.asarray(value)
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return value.astype(widen(jnp.float32, value.dtype))
+    if not (jnp.issubdtype(value.dtype, jnp.integer) or value.dtype == jnp.bool_):
+        return value  # keys: refused elsewhere, in words
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return value.astype(jnp.int64)
+    # uint32 too: from 2**31 on it comes out negative, and a negative weight is a bad one
+    return value.astype(jnp.int32)
+
+
+def is_bad(weights: Array) -> Array:
+    """Which weights cannot count: those negative, NaN or infinite."""
+    bad = ~(weights >= 0)
+    return bad | (weights == jnp.inf) if jnp.issubdtype(weights.dtype, jnp.inexact) else bad
+
+
+def as_sum(value: Array) -> Sum:
+    """A widened scalar, in halves if it is an integer of 32 bits."""
+    return Count(value >> 16, value & 0xFFFF) if value.dtype == jnp.int32 else value
+
+
+def sum_weights(weights: Array) -> tuple[Sum, Array]:
+    """The sum of all weights that can count, exact for integers, and how many cannot.
+
+    Both come out of one reduction, because in the global view of `jit` each reduction over rows is
+    an all-reduce.
+    """
+    bits = _bits(weights.dtype)
+    weights = as_wide(weights)
+    bad = is_bad(weights)
+    kept = jnp.where(bad, 0, weights)
+    if weights.dtype == jnp.int32:
+        # Digits so small that their sums over all rows fit, and one digit where the dtype was
+        # narrow: bools need no more.
+        width = max(1, 31 - max(weights.size - 1, 0).bit_length())
+        places = range(0, bits, width)
+        digits = [(kept >> place) & (2**width - 1) for place in places]
+        *sums, count = _sum_each([*digits, bad.astype(jnp.int32)])
+        return _from_digits(list(zip(sums, places, strict=True))), count
+    total, count = _sum_each([kept, bad.astype(kept.dtype)])
+    return total, count.astype(jnp.int32)
+
+
+def to_divisor(total: Sum) -> Array:
+    """The sum as something to divide by: a float where it was in halves."""
+    return total.as_float() if isinstance(total, Count) else total
+
+
+def to_report(total: Sum) -> tuple[Array, Array | None]:
+    """The sum as one number, and in float32 what that number leaves out.
+
+    An integer stays one. Where int32 cannot hold it, it is the largest int32 there is, and the rest
+    is beside it; nothing is ever left out of other sums, which have None beside them.
+    """
+    if not isinstance(total, Count):
+        return total, None
+    end = jnp.where(total.high < 0, DOES_NOT_FIT, LARGEST)
+    fits = total.fits()
+    rest = jnp.where(fits, 0, total.as_float() - end.astype(jnp.float32))
+    return jnp.where(fits, total.as_int32(), end), rest
+
+
+def to_weight(total: Sum, bad: Array, dtype: Any) -> Array:
+    """The sum as one number of the dtype, negative or NaN if something was bad or does not fit."""
+    value, fits = _to_number(total, dtype)
+    unknown = jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else int(jnp.iinfo(dtype).min)
+    return jnp.where((bad > 0) | ~fits, jnp.asarray(unknown, dtype), value)
+
+
+def add_checked(totals: tuple[Any, Any], weights: tuple[Any, Any]) -> tuple[Array, Array]:
+    """Two totals and two weights added; the weight is bad if one was, or if a sum does not fit."""
+    bad = is_bad(as_wide(weights[0])) | is_bad(as_wide(weights[1]))
+    dtypes = [widened_dtype(*pair) for pair in (totals, weights)]
+    sums = [_add(as_sum(as_wide(a)), as_sum(as_wide(b))) for a, b in (totals, weights)]
+    return _checked(sums, bad, dtypes)
+
+
+def psum_checked(total: Any, weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
+    """Both summed over the ranks; the weight is bad if one was, or if a sum does not fit."""
+    dtypes = [widened_dtype(each) for each in (total, weight)]
+    total, weight = as_sum(as_wide(total)), as_wide(weight)
+    bad = is_bad(weight)
+    weight = as_sum(jnp.where(bad, 0, weight))
+    sums, bad = lax.psum(((total, weight), bad.astype(jnp.int32)), axis_name)
+    return _checked([each.carried() if is_count(each) else each for each in sums], bad, dtypes)
+
+
+def widened_dtype(*values: Any) -> Any:
+    """The dtype of a sum of the values: at least float32, or int32."""
+    dtypes = [jnp.result_type(value) for value in values]
+    inexact = any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+    wide = widen(jnp.float32 if inexact else jnp.int32, *dtypes)
+    return jax.dtypes.canonicalize_dtype(wide)
+
+
+def _add(a: Sum, b: Sum) -> Sum:
+    if isinstance(a, Count) and isinstance(b, Count):
+        return Count(a.high + b.high, a.low + b.low).carried()
+    return to_divisor(a) + to_divisor(b)
+
+
+def _checked(sums: Sequence[Sum], bad: Array, dtypes: Sequence[Any]) -> tuple[Array, Array]:
+    total, fits = _to_number(sums[0], dtypes[0])
+    return total, to_weight(sums[1], bad | ~fits, dtypes[1])
+
+
+def _to_number(total: Sum, dtype: Any) -> tuple[Array, Array]:
+    """The sum as one number of the dtype, and whether that can hold it."""
+    if isinstance(total, Count):
+        return total.as_int32(), total.fits()
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return total.astype(dtype), jnp.asarray(True)
+    limits = jnp.iinfo(dtype)
+    return total.astype(dtype), (total >= int(limits.min)) & (total <= int(limits.max))
+
+
+def _bits(dtype: Any) -> int:
+    """How many bits a weight can have, beside its sign."""
+    if dtype == jnp.bool_:
+        return 1
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return 0
+    return min(31, int(jnp.iinfo(dtype).max).bit_length())
+
+
+def _sum_each(arrays: list[Array]) -> list[Array]:
+    stacked = jnp.stack(arrays)
+    sums = jnp.sum(stacked, axis=tuple(range(1, stacked.ndim)))
+    return [sums[i] for i in range(len(arrays))]
+
+
+def _from_digits(digits: list[tuple[Array, int]]) -> Count:
+    """The number that sums of digits stand for, each with the place of its lowest bit."""
+    high, low = [], []
+    for digit, place in digits:
+        if place < 16:
+            high.append(digit >> (16 - place))
+            low.append((digit & (2 ** (16 - place) - 1)) << place)
+        else:
+            high.append(digit << (place - 16))
+    return Count(sum(high[1:], start=high[0]), sum(low[1:], start=low[0])).carried()

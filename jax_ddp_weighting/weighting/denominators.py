@@ -1,0 +1,143 @@
+"""What a step is divided by: the weights of its terms over all rows, microbatches and ranks."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.counts import (
+    Sum,
+    as_sum,
+    is_bad,
+    is_count,
+    sum_weights,
+    to_divisor,
+    to_report,
+)
+from jax_ddp_weighting.weighting.loss_terms import has_gradient
+from jax_ddp_weighting.weighting.sums import WeightedSum, divide
+
+T = TypeVar("T")
+
+
+class StepWeights(NamedTuple):
+    """What is summed over rows, microbatches and ranks before anything is divided.
+
+    Beside the terms' own weights travel those of the batch's rows, which belong to no term: in
+    fields of their own, so that no name of a term can meet them, and in one pytree, so that one
+    all-reduce per dtype carries them all.
+
+    Attributes:
+        bad: how many weights cannot count; they are in none of the sums.
+        accepted: the weight of the batch's rows; None where nobody asks for it.
+        missing: the weight of ranks that are not there any more; None but for `join_batches`.
+        present: the weight of the rows that are there, beside `missing`.
+        terms: each term's weight, by name.
+    """
+
+    bad: Array
+    accepted: Sum | None
+    missing: Sum | None
+    present: Sum | None
+    terms: dict[str, Sum]
+
+
+def sum_step_weights(
+    batch: Any, terms: Mapping[str, WeightedSum], *, accepted: bool
+) -> StepWeights:
+    """The weights of one rank's microbatch: those of its terms, and those of its rows.
+
+    The rule for what is bad: a row of a `Batch` whose weight is negative, NaN or infinite; and
+    where no row is, or no `Batch` was given, a term whose weight is.
+
+    Args:
+        batch: what a loss function was given; weights of rows are read from a `Batch` alone.
+        terms: what it returned, widened.
+        accepted: whether the weight of its rows is asked for.
+    """
+    bad_terms = sum((is_bad(each.weight).astype(jnp.int32) for each in terms.values()), start=0)
+    weights = {
+        name: as_sum(jnp.where(is_bad(each.weight), 0, each.weight)) for name, each in terms.items()
+    }
+    if not isinstance(batch, Batch):
+        return StepWeights(jnp.asarray(bad_terms), None, None, None, weights)
+    rows, bad_rows = sum_weights(jnp.asarray(batch.weights))
+    # a bad row is bad in its term too, where it must not be counted again
+    bad = jnp.where(bad_rows > 0, bad_rows, bad_terms)
+    if batch.missing is None:
+        return StepWeights(bad, rows if accepted else None, None, None, weights)
+    missing, _ = sum_weights(jnp.asarray(batch.missing))
+    return StepWeights(bad, rows if accepted else None, missing, rows, weights)
+
+
+class Denominators(NamedTuple):
+    """What a step is divided by, the same on every rank.
+
+    Attributes:
+        bad: how many weights of the step cannot count.
+        accepted: the weight of all ranks' rows; None where nobody asks for it.
+        terms: what each term is divided by, a float.
+        weights: the same as it is reported: an integer where weights are integers.
+        beyond: what an integer of 32 bits leaves out of it, or None.
+    """
+
+    bad: Array
+    accepted: Array | None
+    terms: dict[str, Array]
+    weights: dict[str, Array]
+    beyond: dict[str, Array | None]
+
+
+def to_denominators(step: StepWeights, coefficients: Mapping[str, Any] | None) -> Denominators:
+    """What to divide by, of the weights summed over the whole step.
+
+    The rule: all are 0 where any weight of the step is bad, so that it counts for nothing, as a
+    step without weight does. And with `M` the weight of missing ranks and `V` that of those
+    present, every term that pulls is divided by `1 + M / V` times its weight, whatever it is
+    weighed in.
+    """
+    good = step.bad == 0
+    sums = jax.tree.map(lambda leaf: jnp.where(good, leaf, 0), step)
+    terms = {name: to_divisor(each) for name, each in sums.terms.items()}
+    reported = {name: to_report(each) for name, each in sums.terms.items()}
+    if sums.missing is not None and sums.present is not None:
+        stretch = 1 + divide(to_divisor(sums.missing), to_divisor(sums.present))
+        factors = coefficients or {"loss": 1.0}
+        for name in terms:
+            if has_gradient(factors[name]):  # a metric is a mean over what is there
+                terms[name] = terms[name] * stretch
+                reported[name] = terms[name], None
+    accepted = None if sums.accepted is None else to_report(sums.accepted)[0]
+    weights = {name: weight for name, (weight, _) in reported.items()}
+    beyond = {name: rest for name, (_, rest) in reported.items()}
+    return Denominators(step.bad, accepted, terms, weights, beyond)
+
+
+def sum_over_ranks(sums: T, axis_name: AxisName | None) -> T:
+    """Sums each over the ranks, with one all-reduce per dtype instead of one per scalar."""
+    sums = _carry(sums)  # after microbatches were added, and before ranks are
+    if axis_name is None:
+        return sums
+    leaves, structure = jax.tree.flatten(sums)
+    if isinstance(sums, StepWeights):
+        # The count of bad weights goes with the integers, or, where there are none, as a float:
+        # it is not worth an all-reduce of its own.
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(sums._replace(bad=None))]
+        at = next(i for i, leaf in enumerate(leaves) if leaf is sums.bad)
+        if sums.bad.dtype not in dtypes:
+            leaves[at] = sums.bad.astype(dtypes[0])
+    for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
+        places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        summed = lax.psum(jnp.stack([leaves[i] for i in places]), axis_name)
+        for i, place in enumerate(places):
+            leaves[place] = summed[i]
+    return _carry(structure.unflatten(leaves))
+
+
+def _carry(sums: T) -> T:
+    return jax.tree.map(lambda s: s.carried() if is_count(s) else s, sums, is_leaf=is_count)
