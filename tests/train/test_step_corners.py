@@ -112,7 +112,8 @@ class Counted(TrainState):
     counts: dict
 
 
-def test_a_step_without_weight_leaves_what_the_model_keeps():
+@pytest.mark.parametrize("in_windows", [False, True])
+def test_a_step_without_weight_leaves_what_the_model_keeps(in_windows):
     def loss_fn(variables, batch):
         counts = {"steps": variables["counts"]["steps"] + 1}
         losses = (variables["params"]["w"] - batch.data) ** 2
@@ -121,7 +122,7 @@ def test_a_step_without_weight_leaves_what_the_model_keeps():
     state = Counted.create(
         apply_fn=None,
         params={"w": jnp.float32(0)},
-        tx=optax.sgd(0.1),
+        tx=weighted_multi_steps(optax.sgd(0.1), 2) if in_windows else optax.sgd(0.1),
         counts={"steps": jnp.int32(0)},
     )
     step = make_train_step(loss_fn, data_mesh(2), mutable="counts")
