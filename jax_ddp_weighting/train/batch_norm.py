@@ -54,7 +54,12 @@ class BatchNorm(nn.BatchNorm):
 
     @nn.compact
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - weights, for flax's mask
-        self, x: Array, use_running_average: bool | None = None, *, weights: Array | None = None
+        self,
+        x: Array,
+        use_running_average: bool | None = None,
+        *,
+        weights: Array | None = None,
+        mask: Array | None = None,
     ) -> Array:
         """The normalised input.
 
@@ -63,18 +68,19 @@ class BatchNorm(nn.BatchNorm):
             use_running_average: normalise by the running averages, and leave them as they are.
             weights: how much each position counts: `[rows]`, or any leading axes of `x`; 0 is
                 padding. Every position counts 1 when None.
+            mask: flax's name for weights that are all 0 or 1, as bools or integers.
 
         Returns:
             An array of the shape of `x`. Positions of weight 0 are normalised too.
 
         Raises:
-            ValueError: `weights` has another shape, or the axis is not mapped.
+            TypeError: `mask` is neither bool nor integer.
+            ValueError: `weights` has another shape, or comes beside a `mask`; or the axis is not
+                mapped.
         """
-        use_running_average = nn.merge_param(
-            "use_running_average", self.use_running_average, use_running_average
-        )
-        if use_running_average:
-            return super().__call__(x, use_running_average=True)
+        weights = check_mask(weights, mask)
+        if nn.merge_param("use_running_average", self.use_running_average, use_running_average):
+            return super().__call__(x, use_running_average)  # where it was said; flax merges too
         features = feature_axes(x, self.axis)
         shape = tuple(x.shape[axis] for axis in features)
         # From here on flax's own method, which has no place for weights: the same collections,
@@ -101,6 +107,23 @@ class BatchNorm(nn.BatchNorm):
 
 
 Statistics = tuple[Array, Array]  # mean and variance, each of the shape of the features
+
+
+def check_mask(weights: Array | None, mask: Array | None) -> Array | None:
+    """The weights, by whichever of the two names they came."""
+    if mask is None:
+        return weights
+    if weights is not None:
+        raise ValueError(
+            "BatchNorm: weights must come without a mask, got both. Multiply them into one."
+        )
+    mask = jnp.asarray(mask)
+    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise TypeError(
+            f"BatchNorm: mask must be of bools, got {mask.dtype}. What counts in part is a weight: "
+            "pass it as weights=."
+        )
+    return mask != 0
 
 
 def feature_axes(x: Array, axis: int | Sequence[int]) -> tuple[int, ...]:
@@ -186,7 +209,7 @@ def update_running(
     """The new running averages; the old ones where nothing in the step has weight."""
     new = tuple(
         # no gradient: what is kept for later steps is no part of this step's loss
-        momentum * old + (1 - momentum) * lax.stop_gradient(each)
+        (momentum * old + (1 - momentum) * lax.stop_gradient(each).astype(old.dtype))
         for old, each in zip(running, batch, strict=True)
     )
     return choose(present, new, running)

@@ -108,9 +108,10 @@ class CompiledStep:
     def _place(self, carried: Any, batch: Batch, rest: Any) -> tuple[Any, Any, Batch]:
         leaves, structure = jax.tree.flatten(carried)
         if self._donate:
-            _check_alive([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
+            _check_alive([leaf for leaf in leaves if _is_concrete(leaf)])
             leaves = _copy_repeated(leaves, jax.tree.leaves((batch, rest)))
-        batch = place_batch(batch, self._rows, caller="train step")
+        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
+            batch = place_batch(batch, self._rows, caller="train step")
         leaves = list(map(_strengthen_type, meshes.place(leaves, self._replicated)))
         carried, shardings = structure.unflatten(leaves), _shardings(leaves)
         if (structure, shardings) not in self._jitted:
@@ -124,6 +125,8 @@ class CompiledStep:
             )
         jitted = self._jitted[structure, shardings]
         everything, of_all = jax.tree.flatten((carried, batch, rest))
+        if any(isinstance(leaf, Tracer) for leaf in everything):
+            return jitted, carried, batch  # inside somebody's own jit or grad: nothing to look up
         keys = tuple(i for i, leaf in enumerate(everything) if _buffer_of(leaf) is not leaf)
         self._known[of_all, _shardings(everything)] = _Known(jitted, len(leaves), keys)
         return jitted, carried, batch
@@ -162,9 +165,13 @@ def _copy_repeated(leaves: list[Any], others: list[Any]) -> list[Any]:
     return distinct
 
 
+def _is_concrete(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+
+
 def _check_alive(leaves: Sequence[jax.Array]) -> None:
     # On two or more CPU devices JAX does not find out by itself, and the process dies.
-    if any(not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in leaves):
+    if True in [leaf.is_deleted() for leaf in leaves]:  # a list is faster: this runs on every step
         raise ValueError(
             "train step: state must be one that no step was given before, got one that was given "
             "away. Use the state that the step returned, or make the step with donate=False."

@@ -8,6 +8,7 @@ from jaxtyping import Array
 
 from jax_ddp_weighting.train.batch_norm import (
     batch_statistics,
+    check_mask,
     choose,
     feature_axes,
     normalise,
@@ -38,9 +39,15 @@ class NnxBatchNorm(nnx.BatchNorm):
     """
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - weights, for flax's mask
-        self, x: Array, use_running_average: bool | None = None, *, weights: Array | None = None
+        self,
+        x: Array,
+        use_running_average: bool | None = None,
+        *,
+        weights: Array | None = None,
+        mask: Array | None = None,
     ) -> Array:
         """The normalised input; see `BatchNorm`."""
+        weights = check_mask(weights, mask)
         if use_running_average is None:
             use_running_average = self.use_running_average
         if use_running_average is None or use_running_average:
