@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch test-browser test-package test-oldest docs bench gallery lint types format clean
+.PHONY: demo test test-torch test-peers test-browser test-package test-oldest mutate docs bench gallery lint types format clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/digits.py
@@ -14,6 +14,10 @@ test: $(VENV)/.installed-test
 # The comparisons with live torch and grain, which the base suite does without.
 test-torch: $(VENV)/.installed-torch
 	$(BIN)/python -m pytest tests/live
+
+# What torch's, torchdata's, accelerate's and grain's own tests hold, asked of our samplers.
+test-peers: $(VENV)/.installed-torch
+	$(BIN)/python -m pytest tests/peers
 
 # The report's page in a real browser; needs a chromium on the PATH.
 test-browser: $(VENV)/.installed-test
@@ -29,6 +33,10 @@ test-oldest:
 	$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 		print(*project["dependencies"], sep="\n")' | sed 's/>=/==/' > .venv-oldest/oldest.txt
 	PIP_CONSTRAINT=$(CURDIR)/.venv-oldest/oldest.txt $(MAKE) test VENV=.venv-oldest
+
+# Mutations of the core that the tests must notice; make mutate ONLY=train/ runs those of a room.
+mutate: $(VENV)/.installed-test
+	$(BIN)/python tests/mutate.py $(ONLY)
 
 # What diagnose says of common spellings, torch's DDP among them.
 gallery: $(VENV)/.installed-torch

@@ -7,7 +7,7 @@ import sys
 def main() -> int:
     """Runs the command line; the exit status: 0 right, 1 found wrong, 2 bad input."""
     try:
-        from jax_ddp_weighting.cli import app
+        from jax_ddp_weighting.cli import app, supervision
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
@@ -19,7 +19,11 @@ def main() -> int:
         return 2
     if hasattr(signal, "SIGPIPE"):  # end without complaint where the reader has gone, as head does
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    return app.run(sys.argv[1:])
+    arguments = sys.argv[1:]
+    if arguments[:1] in (["parity"], ["diagnose"]):  # they run code of the user's own
+        name = f"jax-ddp-weighting {arguments[0]}"
+        return supervision.run_apart(name, lambda: app.run(arguments))
+    return app.run(arguments)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,14 @@ def open_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         OSError: the file cannot be written; its `filename` is `path`.
     """
     target = Path(os.path.realpath(path))  # of a link, what it leads to
-    # a name of its own for every writer: threads share their process's number
-    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}{PARTIAL}")
+    # A name of its own for every writer, since threads share their process's number; and a short
+    # one, where the whole may be of 255 bytes.
+    unfinished = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}{PARTIAL}")
     try:
-        mode = target.stat().st_mode if target.exists() else None
+        # of the path, not of `target`: what /dev/stdout leads to has no path that can be opened
+        mode = os.stat(path).st_mode if os.path.exists(path) else None
         if mode is not None and not stat.S_ISREG(mode):
-            with target.open("wb") as file:
+            with open(path, "wb") as file:
                 yield file
             return
         try:

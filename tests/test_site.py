@@ -5,6 +5,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import jax
 import pytest
 from programs import run_program
 
@@ -22,6 +23,12 @@ PROGRAMS = [
     for page in PAGES
     for place, (code, output) in enumerate(BLOCK.findall((DOCS / page).read_text()))
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started():
+    """JAX has started: a command leaves it as it is, with the suite's eight devices."""
+    assert len(jax.devices()) == 8
 
 
 @pytest.mark.parametrize(("code", "output"), PROGRAMS)

@@ -6,7 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from jax_ddp_weighting.cli.console import print_json, print_line, print_table, progress_bar
+from jax_ddp_weighting.cli.console import (
+    count_of,
+    print_json,
+    print_line,
+    print_table,
+    progress_bar,
+)
 from jax_ddp_weighting.cli.epoch_audits import AuditedEpoch, audit_epochs
 from jax_ddp_weighting.cli.id_files import read_ranks
 from jax_ddp_weighting.cli.options import (
@@ -163,7 +169,7 @@ def _print_audits(audited: Sequence[AuditedEpoch], hint: str = "") -> None:
         return each.new_order if name == "new_order" else getattr(each.audit, name)
 
     print_table(
-        f"Every one of {audits[0].num_examples:,} ids exactly once?",
+        f"Every one of {count_of(audits[0].num_examples, 'id')} exactly once?",
         list(_COLUMNS.values()),
         [[value(each, name) for name in _COLUMNS] for each in audited],
     )

@@ -63,6 +63,11 @@ def format_value(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else _printable(str(value))
 
 
+def count_of(number: int, thing: str, things: str = "") -> str:
+    """So many things: ``1 rank``, ``1,024 ranks``."""
+    return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
+
+
 @contextmanager
 def progress_bar(task: str, total: int) -> Iterator[Any]:
     """A bar on standard error while something long runs; nothing where that is no terminal.

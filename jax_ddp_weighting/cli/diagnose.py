@@ -10,6 +10,8 @@ from jax_ddp_weighting.cli.devices import start_jax
 from jax_ddp_weighting.cli.options import NUMBER, RIGHT, WRONG, X64, Json
 from jax_ddp_weighting.cli.user_code import in_one_line, load
 
+_PARTS = 512  # each rank is a device of its own, and each probe holds tokens for every part
+
 
 def diagnose(
     target: Annotated[
@@ -33,7 +35,13 @@ def diagnose(
     from jax_ddp_weighting.testing import probing
 
     check_microbatches("diagnose: microbatches", microbatches)
-    start_jax(check_num_replicas("diagnose: num_replicas", num_replicas), x64)
+    check_num_replicas("diagnose: num_replicas", num_replicas)
+    if num_replicas * microbatches > _PARTS:
+        raise ValueError(
+            f"diagnose: ranks times microbatches must be at most {_PARTS:,}, got"
+            f" {num_replicas * microbatches:,}. Two or three of each tell all conventions apart."
+        )
+    start_jax(num_replicas, x64)
     gradient_of = load("diagnose", target)
     with waiting("looking at gradients"), in_one_line(f"diagnose: {target}"):
         found = probing.diagnose(gradient_of, num_replicas=num_replicas, microbatches=microbatches)

@@ -101,7 +101,7 @@ def _walk(plan: EpochPlan, epoch: int, advance: Callable[[int], object]) -> tupl
             accepted += int(np.count_nonzero(slots.weights))
             advance(len(slots.ids))
         per_rank.append(accepted)
-    audit = replace(
-        ledger.audit(), slots=plan.num_samples * plan.num_replicas, per_rank=tuple(per_rank)
-    )
+    slots = plan.num_samples * plan.num_replicas
+    # advice of a ledger is about a run, and not about a plan's tail
+    audit = replace(ledger.audit(), slots=slots, per_rank=tuple(per_rank), remedy=None)
     return audit, digest.hexdigest()

@@ -3,9 +3,9 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from jaxtyping import Float64, Integer, Num
@@ -31,6 +31,25 @@ class _Kind:
         if isinstance(value, bool) or not isinstance(value, int | self.types):
             return False
         return self.types is float or -(2**63) <= value < 2**63
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """What a file holds, flat, and how it lies there.
+
+    Attributes:
+        values: the numbers, of shape `[slots]`.
+        part: what the file is made of: "line" or "row".
+        parts: gives the number of each part and how many values it holds; asked for only where
+            weights are to lie as ids do.
+        folded: whether the parts are lines of text, which may be folded anywhere, where those of
+            JSON lines and of arrays are batches.
+    """
+
+    values: Num[np.ndarray, " slots"]
+    part: str
+    parts: Callable[[], Sequence[tuple[int, int]]]
+    folded: bool = False
 
 
 _IDS = _Kind("ids", "integers of 64 bits", np.dtype(np.int64), int, "--column")
@@ -62,13 +81,17 @@ def read_ids(path: Path, *, column: str | None = None) -> Integer[np.ndarray, " 
         >>> read_ids(path)
         array([ 0,  4,  8, 12])
     """
-    ids = _read(_IDS, path, column)
-    if ids.dtype.kind not in "iu":
+    return _read_ids(path, column).values
+
+
+def _read_ids(path: Path, column: str | None) -> _Slots:
+    read = _read(_IDS, path, column)
+    if read.values.dtype.kind not in "iu":
         raise ValueError(
-            f"{path}: ids must be integers, got an array of {ids.dtype}. Save the indices of the"
-            " examples, not the examples."
+            f"{path}: ids must be integers, got an array of {read.values.dtype}. Save the indices"
+            " of the examples, not the examples."
         )
-    return ids
+    return read
 
 
 def read_weights(path: Path, *, column: str | None = None) -> Float64[np.ndarray, " slots"]:
@@ -86,21 +109,25 @@ def read_weights(path: Path, *, column: str | None = None) -> Float64[np.ndarray
         ValueError: the file holds something else, or a weight is negative, infinite or NaN; the
             message names file, line or row, and value.
     """
+    return _read_weights(path, column).values
+
+
+def _read_weights(path: Path, column: str | None) -> _Slots:
     if column is None and path.suffix in JSON_LINES:
         raise ValueError(
             f"{path}: weights must be text or an array where no column is named, got JSON lines."
             " Give a .txt or .npy file."
         )
-    weights = _read(_WEIGHTS, path, column)
-    if weights.dtype.kind not in "iufb":
+    read = _read(_WEIGHTS, path, column)
+    if read.values.dtype.kind not in "iufb":
         raise ValueError(
-            f"{path}: weights must be numbers, got an array of {weights.dtype}. Padding weighs 0,"
-            " every other slot what it counts."
+            f"{path}: weights must be numbers, got an array of {read.values.dtype}. Padding weighs"
+            " 0, every other slot what it counts."
         )
-    weights = weights.astype(np.float64)
+    weights = read.values.astype(np.float64)
     remedy = "What is not to count weighs 0."
     check_weights(f"{path}: weights", weights, remedy, first=0, show="g")
-    return weights
+    return replace(read, values=weights)
 
 
 def read_ranks(
@@ -138,19 +165,47 @@ def read_ranks(
     ids: list[np.ndarray] = []
     weights: list[np.ndarray] = []
     for rank, path in enumerate(files):
-        ids.append(read_ids(path, column=column))
+        read = _read_ids(path, column)
+        ids.append(read.values)
         if beside:
-            weights.append(read_weights(beside[rank], column=weight_column))
-            if len(weights[-1]) != len(ids[-1]):
-                raise ValueError(
-                    f"{beside[rank]}: weights must be as many as the ids, {len(ids[-1])}, got"
-                    f" {len(weights[-1])}. Every slot has one weight."
-                )
+            weighed = _read_weights(beside[rank], weight_column)
+            _check_pairs(beside[rank], read, weighed, same_lines=beside is files)
+            weights.append(weighed.values)
         advance(1)
     return ids, weights or None
 
 
-def _read(kind: _Kind, path: Path, column: str | None) -> Num[np.ndarray, " slots"]:
+def _check_pairs(path: Path, ids: _Slots, weights: _Slots, same_lines: bool) -> None:
+    """Raises unless each id has a weight, and each batch of ids the weights of that batch.
+
+    As many weights as ids are not enough: where a batch has one weight less and the next one more,
+    every id after the gap would get another id's weight.
+    """
+
+    def refuse(where: str, wanted: int, got: int) -> NoReturn:
+        raise ValueError(
+            f"{path}: {where}weights must be as many as the ids, {wanted}, got {got}. Every slot"
+            " has one weight."
+        )
+
+    if not same_lines and len(ids.values) != len(weights.values):
+        refuse("", len(ids.values), len(weights.values))
+    wanted, got = ids.parts(), weights.parts()
+    if len(wanted) == len(got):
+        for (_, ids_there), (number, weights_there) in zip(wanted, got, strict=True):
+            if ids_there != weights_there:
+                refuse(f"{weights.part} {number}: ", ids_there, weights_there)
+    # one value a part is a plain list, as is one part: neither says anything of batches
+    elif not (ids.folded or weights.folded) and all(
+        len(parts) > 1 and any(count != 1 for _, count in parts) for parts in (wanted, got)
+    ):
+        raise ValueError(
+            f"{path}: weights must lie in {weights.part}s as the ids do, {len(wanted)} of them, got"
+            f" {len(got)}. Every slot has one weight: save both alike."
+        )
+
+
+def _read(kind: _Kind, path: Path, column: str | None) -> _Slots:
     if path.is_dir():
         raise ValueError(
             f"{path}: must be a file of {kind.what}, got a folder. Name the files in it, one a"
@@ -171,18 +226,27 @@ def _read(kind: _Kind, path: Path, column: str | None) -> Num[np.ndarray, " slot
     return (_from_npy if path.suffix == ".npy" else _from_text)(kind, path)
 
 
-def _from_npy(kind: _Kind, path: Path) -> Num[np.ndarray, " slots"]:
+def _from_npy(kind: _Kind, path: Path) -> _Slots:
     try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        # mapped: numpy would make room for whatever the header promises, before it reads
+        mapped = np.lib.format.open_memmap(path, mode="r")
+        held = path.stat().st_size
+        if mapped.offset + mapped.nbytes != held:
+            raise ValueError(f"a header for {mapped.nbytes} bytes, and {held - mapped.offset}")
+        array = np.array(mapped)
+    except OSError:
+        raise
+    except Exception as error:  # numpy's parser of headers raises whatever it meets
         raise ValueError(
             f"{path}: must be an array of numbers that numpy.save wrote, got something else"
             f" ({_one_line(error)}). Write the {kind.what} with numpy.save."
         ) from None
-    return np.ravel(array)
+    width = array.shape[-1] if array.ndim > 1 else array.size
+    rows = array.size // width if width else 0
+    return _Slots(array.ravel(), "row", lambda: [(row, width) for row in range(rows)])
 
 
-def _from_text(kind: _Kind, path: Path) -> Num[np.ndarray, " slots"]:
+def _from_text(kind: _Kind, path: Path) -> _Slots:
     try:
         text = path.read_text("utf-8-sig")  # editors of Windows start it with a byte order mark
     except UnicodeDecodeError:
@@ -190,7 +254,7 @@ def _from_text(kind: _Kind, path: Path) -> Num[np.ndarray, " slots"]:
             f"{path}: must be text in UTF-8, got other bytes. Arrays are read from .npy files."
         ) from None
     try:
-        return np.array(_words(text), kind.dtype)
+        values = np.array(_words(text), kind.dtype)
     except (ValueError, OverflowError):
         number, word = next(_misfits(text, kind.dtype))
         remedy = f"JSON lines are read from files named {' or '.join(JSON_LINES)}."
@@ -201,6 +265,12 @@ def _from_text(kind: _Kind, path: Path) -> Num[np.ndarray, " slots"]:
         raise ValueError(
             f"{path}: line {number}: {kind.what} must be {kind.numbers}, got {word!r}. {remedy}"
         ) from None
+
+    def parts() -> list[tuple[int, int]]:
+        lines = enumerate(map(_words, text.splitlines()), 1)
+        return [(number, len(words)) for number, words in lines if words]
+
+    return _Slots(values, "line", parts, folded=True)
 
 
 def _words(text: str) -> list[str]:
@@ -224,13 +294,16 @@ def _misfits(text: str, dtype: np.dtype[Any]) -> Iterator[tuple[int, str]]:
                 yield number, word
 
 
-def _from_json_lines(kind: _Kind, path: Path, column: str | None) -> Num[np.ndarray, " slots"]:
+def _from_json_lines(kind: _Kind, path: Path, column: str | None) -> _Slots:
     values: list[Any] = []
+    parts: list[tuple[int, int]] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                values += _in_column(kind, f"{path}: line {number}", line, column)
-    return np.array(values, kind.dtype)
+                held = _in_column(kind, f"{path}: line {number}", line, column)
+                parts.append((number, len(held)))
+                values += held
+    return _Slots(np.array(values, kind.dtype), "line", lambda: parts)
 
 
 def _in_column(kind: _Kind, where: str, line: bytes, column: str | None) -> list[Any]:

@@ -56,8 +56,7 @@ def parity(
     else:
         function = load("parity", target)
         with in_one_line(f"parity: calling {target}"):
-            case = function()
-    case = check_case(case)
+            case = check_case(function())  # what it returned may be code of the user's as well
     with waiting("comparing gradients"), in_one_line("parity: the gradient"):
         proof = prove(
             case, splits or None, engines=engine or None, microbatches=microbatches, rtol=rtol

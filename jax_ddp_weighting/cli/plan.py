@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from jax_ddp_weighting._arguments import list_some
-from jax_ddp_weighting.cli.console import print_json, print_line, print_table
+from jax_ddp_weighting.cli.console import count_of, print_json, print_line, print_table
 from jax_ddp_weighting.cli.options import (
     NUMBER,
     RIGHT,
@@ -57,8 +57,8 @@ def plan(
 def _print_summary(summary: PlanSummary) -> None:
     plan, cost = summary.plan, summary.cost
     print_table(
-        f"An epoch of {plan.epoch_length:,} ids over {plan.num_replicas:,} ranks,"
-        f" {plan.batch_size:,} rows each per step",
+        f"An epoch of {count_of(plan.epoch_length, 'id')} over"
+        f" {count_of(plan.num_replicas, 'rank')}, {count_of(plan.batch_size, 'row')} each per step",
         ["", *(each.tail + " (chosen)" * (each.tail == plan.tail) for each in summary.tails)],
         [[said, *(getattr(each, name) for each in summary.tails)] for name, said in _TAILS.items()],
     )
@@ -70,8 +70,8 @@ def _print_summary(summary: PlanSummary) -> None:
     print_table(f"Ranks in epoch {summary.epoch}", columns, rows)
     if cost is not None:
         print_line(
-            f"a rank's batch of {cost.rows:,} rows: {cost.milliseconds:.3g} ms, {cost.bytes:,}"
-            f" bytes (the whole order would take {cost.order_bytes:,})"
+            f"a rank's batch of {count_of(cost.rows, 'row')}: {cost.milliseconds:.3g} ms,"
+            f" {cost.bytes:,} bytes (the whole order would take {cost.order_bytes:,})"
         )
     elif plan.steps_per_epoch and plan.batch_size > ROWS_MADE:
         print_line(

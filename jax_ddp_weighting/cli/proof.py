@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import PyTree
 
+from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting.data.batch import Batch, check_batch
 from jax_ddp_weighting.testing.comparison import ParityError, ParityReport
 from jax_ddp_weighting.testing.parity import check_gradients
@@ -141,7 +142,11 @@ def prove(
     """
     options = {"splits": splits, "engines": engines, "microbatches": microbatches, "rtol": rtol}
     given = {name: value for name, value in options.items() if value is not None}
-    case = {"splits": default_splits(len(case["batch"].weights)), **case, **given}
+    rows = len(case["batch"].weights)
+    case = {"splits": default_splits(rows), **case, **given}
+    # beyond the rows every further microbatch is empty, and costs as much as a full one
+    remedy = "The batch has no more rows to deal out."
+    check_integer("parity: microbatches", case.get("microbatches", 1), 1, rows, remedy)
     report, failure = _compare(case)
     wrong = {"gradient": mean_of_local_means, "engines": [_CONTROL_ENGINE]}
     control, _ = _compare({**case, **wrong})

@@ -3,7 +3,6 @@
 import base64
 import json
 import pickle
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -75,8 +74,8 @@ def join_batches(
     step at all, the others name it after `timeout_s`, and at most a quarter of that or 10 s more:
     it was killed, has left the loop, or is slow. After that the devices are not to be used again.
 
-    Whatever the loop reads meanwhile: where the devices are idle, as they are in a loop that reads
-    each step's loss, a step is handed out only once all processes have come to it. What is left is
+    Whatever the loop reads meanwhile: to one that reads each step's loss, a step is handed out only
+    once all processes have come to it. What is left is
     a process that takes a batch and then leaves the loop without running the step. The others wait
     for it in that step's collective, inside XLA, where nothing can be raised; there the logger
     `jax_ddp_weighting.join` names it in time, at level ERROR, and the error of the collective's own
@@ -168,7 +167,7 @@ def _join(
     state = _open(streams, layout, meeting, compared, timeout_s)
     stopping = Stopping(streams, layout, meeting, timeout_s)
     watch = Watch(meeting, layout, stopping, timeout_s)
-    step, entered = 0, time.monotonic()
+    step = 0
     try:
         while state == GOES_ON:
             taken = [_give_votes(stream.take(), compared["convention"]) for stream in streams]
@@ -176,9 +175,7 @@ def _join(
             # asked before the step that the caller runs on this batch, and read after, unless it
             # can be known before without a wait
             stopping.ask()
-            if time.monotonic() - entered > _NOTHING_S:  # or it has started nothing to hang in
-                stopping.wait_if_idle(step + 1)
-            entered = time.monotonic()
+            stopping.wait_for_all(step + 1)
             watch.enter(step)
             yield batch
             step += 1
@@ -190,10 +187,6 @@ def _join(
         watch.end()
     if state == FAILED:
         raise_failure(streams, meeting, layout, step, timeout_s)
-
-
-# Less than it takes to start a step: a loop that came back sooner runs none.
-_NOTHING_S = 1e-4
 
 
 def _give_votes(rows: Batch, convention: str) -> Batch:

@@ -19,7 +19,7 @@ from jax_ddp_weighting.data.row_format import describe_rows
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import RankPlacement, check_device_values, id_dtype
-from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
+from jax_ddp_weighting.sampling.plan import EpochPlan, Slots, check_plan
 
 Fetch = Callable[[np.ndarray], PyTree]
 """`fetch(ids)` returns a pytree of arrays `[len(ids), ...]`: row `j` is example `ids[j]`."""
@@ -60,7 +60,8 @@ def batches(
             `ids.copy()` can. Integers that the device would cut are refused; floats of 64 bits are
             rounded to 32 while x64 is off, as JAX does.
         mesh: a mesh with the axis; over further axes the rows are replicated.
-        start_step: the first step to yield, to resume.
+        start_step: the first step of this plan to yield, to resume on as many ranks and rows as
+            before. On others, give what `plan.resumed` returns, whose steps count from 0.
         prefetch: how many batches are made ahead; 0 makes each when it is asked for.
         axis_name: the data axis.
         timeout_s: how many seconds to wait, at the first batch, for other processes' first rows.
@@ -88,6 +89,7 @@ def batches(
         [20.0, 30.0] [1, 1]
         [40.0, 0.0] [1, 0]
     """
+    check_plan("batches: plan", plan)
     layout = RankPlacement.here(mesh, axis_name, caller="batches")
     ranks = layout.ranks
     if plan.num_replicas != ranks:
@@ -106,9 +108,11 @@ def batches(
     meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
     reading = {
         **plan.fingerprint,
+        "start": plan.start,
         "num_replicas": plan.num_replicas,
         "batch_size": plan.batch_size,
         "steps": steps,
+        "start": plan.start,
         "epoch": epoch,
         "start_step": start_step,
         "library_version": __version__,

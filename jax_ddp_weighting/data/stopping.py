@@ -42,7 +42,13 @@ class Stopping:
         self._meeting = meeting
         self._timeout_s = timeout_s
         self._alone = len(layout.processes) == 1
+        self._placed: dict[int, jax.Array] = {}
         self._asked: Any = None  # a number, or an array on its way
+        self._waited = False  # for the answer, before the step
+        # How often in a row the loop was seen to have waited for its step. Twice count, so that one
+        # loss now and then does not; the first time does, since so far nothing is known.
+        self._in_step = 1
+        self._turn = self._look = 0  # steps so far, and when to look again
 
     def ask(self) -> None:
         """Asks for the greatest state of all ranks: it is then on its way from the devices."""
@@ -50,23 +56,27 @@ class Stopping:
         if self._alone:
             self._asked = state
             return
-        states = self._layout.place(
-            np.full((len(self._layout.local), _STATE_WIDTH), state, np.int8)
-        )
-        self._asked = _greatest(meshes.replicated_sharding(self._layout.mesh))(states)
+        if state not in self._placed:  # of the three that there are
+            shape = len(self._layout.local), _STATE_WIDTH
+            self._placed[state] = self._layout.place(np.full(shape, state, np.int8))
+        everywhere = meshes.replicated_sharding(self._layout.mesh)
+        self._asked = _greatest(everywhere)(self._placed[state])
 
-    def wait_if_idle(self, step: int) -> None:
-        """Waits for the answer now, if the devices have nothing else to do meanwhile.
+    def wait_for_all(self, step: int) -> None:
+        """Waits for the answer now, if that costs nothing; else leaves it to `read`.
 
-        So a process that does not come to this step is named before the caller starts a step that
-        would hang in a collective, where nothing but the collective's own limit could end it. Where
-        devices are still busy with the step before, the host is not made to wait for them: a caller
-        who does not read each step comes back by itself, and is told by `read`.
+        Where the loop reads each step's loss, the devices are idle by now, and the answer comes as
+        soon as all processes have come to this step. So one that does not is named before the
+        caller starts a step that would hang in a collective, where nothing but the collective's own
+        limit could end it. Where the loop reads nothing the devices are busy with the step before:
+        the host would wait for them, and does not; such a loop comes back by itself.
 
         Raises:
             RuntimeError: as `read`.
         """
-        if not self._alone and _is_idle(self._layout.mesh.local_devices[0]):
+        self._turn += 1
+        self._waited = not self._alone and self._in_step >= 2 and self._turn != self._look
+        if self._waited:
             self._wait(step)
 
     def read(self, step: int) -> int:
@@ -77,8 +87,16 @@ class Stopping:
         """
         if self._alone:
             return self._asked
-        self._wait(step)
+        if not self._waited:
+            self._learn()
+            self._wait(step)
         return int(self._asked.addressable_data(0))
+
+    def _learn(self) -> None:
+        """Whether the loop reads its steps: then what was asked before a step is known after it."""
+        self._in_step = self._in_step + 1 if self._asked.is_ready() else 0
+        # while waits go before steps nothing is learned, so one is left out now and then
+        self._look = self._turn + min(8 << self._in_step, 256)
 
     def is_known_to_end(self) -> bool:
         """Whether it is known already that no rank takes a further step."""
@@ -144,23 +162,6 @@ def find_grace(timeout_s: float) -> float:
 @cache
 def _greatest(everywhere: NamedSharding) -> Any:
     return jax.jit(jnp.max, out_shardings=everywhere)
-
-
-def _is_idle(device: Any) -> bool:
-    """Whether a device does what it is asked at once, as far as a millisecond can tell."""
-    if device.platform == "cpu":
-        return True  # it has no time of its own, apart from the host's, that could be wasted
-    count, start = _probe(device), time.monotonic()
-    asked = count[0](count[1])
-    while not asked.is_ready():
-        if time.monotonic() - start > 1e-3:
-            return False
-    return True
-
-
-@cache
-def _probe(device: Any) -> tuple[Any, Any]:
-    return jax.jit(lambda x: x + 1), jax.device_put(np.int32(0), device)
 
 
 def raise_failure(

@@ -206,13 +206,18 @@ def _split_by_rank(name: str, values: Any) -> list[np.ndarray]:
         arrays = [_flatten(name, value) for value in values]
         if all(array.ndim for array in arrays):
             return arrays
-    array = np.asarray(values)
-    if array.ndim > 2:
-        raise ValueError(
-            f"audit_ids: {name} must be [slots] or [ranks, slots], got shape {array.shape}."
-            " Reshape them so that each rank has one row."
-        )
-    return list(array) if array.ndim == 2 else [array]
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        shape = "lists beside single ones"
+    else:
+        if array.ndim <= 2:
+            return list(array) if array.ndim == 2 else [array]
+        shape = f"shape {array.shape}"
+    raise ValueError(
+        f"audit_ids: {name} must be [slots] or [ranks, slots], got {shape}."
+        " Reshape them so that each rank has one row."
+    )
 
 
 def _flatten(name: str, values: Any) -> np.ndarray:

@@ -22,7 +22,7 @@ from jax_ddp_weighting._files import open_whole
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_tally, check_entries
 from jax_ddp_weighting.sampling.names import STRINGS, IdNames, read_names
 from jax_ddp_weighting.sampling.order import keyed_order
-from jax_ddp_weighting.sampling.plan import EpochPlan
+from jax_ddp_weighting.sampling.plan import EpochPlan, check_plan
 from jax_ddp_weighting.sampling.tally import Tally
 
 _LEDGER = b"jax_ddp_weighting ledger 1\n"
@@ -172,11 +172,11 @@ class Ledger:
         Example:
             >>> plan = EpochPlan(6, num_replicas=1, batch_size=2)
             >>> plan.slots(0, rank=0).ids
-            array([4, 0, 3, 5, 2, 1])
+            array([2, 3, 5, 1, 4, 0])
             >>> ledger = Ledger(6, epoch=0)
             >>> ledger.add(plan.batch(0, step=0).ids)
             >>> ledger.due(plan), ledger.due()
-            (array([3, 5, 2, 1]), array([1, 2, 3, 5]))
+            (array([5, 1, 4, 0]), array([0, 1, 4, 5]))
         """
         most = self.num_examples if limit is None else check_limit("Ledger.due: limit", limit)
         if self._names is not None and len(self._names) < self.num_examples:
@@ -195,11 +195,7 @@ class Ledger:
 
     def _find_due(self, plan: EpochPlan, wanted: int) -> Int64[np.ndarray, " ids"]:
         """The first ids of the plan's order that are due."""
-        if not isinstance(plan, EpochPlan):
-            raise TypeError(
-                f"Ledger.due: plan must be an EpochPlan, got {type(plan).__name__}. A sampler's is"
-                " its `plan`."
-            )
+        check_plan("Ledger.due: plan", plan)
         if plan.num_examples != self.num_examples:
             raise ValueError(
                 f"Ledger.due: plan must be of {self.num_examples} examples, as the ledger, got"
@@ -234,9 +230,7 @@ class Ledger:
             epoch=self.epoch,
             limit=limit,
             names=self._names,
-            remedy="due() gives what is still to be read."
-            if self.num_due
-            else "What was consumed again was counted again; no tail does that.",
+            remedy="due() gives what is still to be read." if self.num_due else None,
         )
 
     def check_exactly_once(self) -> None:

@@ -489,6 +489,16 @@ class EpochPlan:
         return check_below(argument, step, steps, f"An epoch of this plan has {steps} steps.")
 
 
+def check_plan(argument: str, plan: object) -> None:
+    """Raises unless `plan` is one."""
+    if not isinstance(plan, EpochPlan):
+        raise TypeError(
+            f"{argument} must be an EpochPlan, got {type(plan).__name__}. Make one with"
+            " EpochPlan(num_examples, num_replicas, batch_size); a sampler's, of one row a step, is"
+            " its `plan`."
+        )
+
+
 @lru_cache(maxsize=2)  # one for training, one for evaluation: an order is 8 bytes an example
 def _make_torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_examples"]:
     order = torch_order(num_examples, seed)

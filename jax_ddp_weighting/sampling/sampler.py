@@ -230,7 +230,9 @@ class DistributedSampler:
         else:
             remedy = "It counts this rank's slots since the pass began."
             read = check_up_to(argument, consumed, plan.num_samples, remedy)
-            if begun is not None and read > begun.read:
+            # Who counts from the epoch's start after a resume is found out here, before ids are
+            # lost. A rank whose last slot is padding has no more to read than the others.
+            if begun is not None and read > begun.read and not begun.complete:
                 raise ValueError(
                     f"{argument} must be at most what was read, {begun.read}, got {read}. {remedy}"
                 )
@@ -242,7 +244,7 @@ class DistributedSampler:
             **self.plan.fingerprint,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was saved: the next pass reads the rest of that epoch.
 
         Any rank's state serves every rank and any number of ranks: what is left of the order is
@@ -250,14 +252,14 @@ class DistributedSampler:
         and copies, until the rest is read, or another epoch.
 
         Args:
-            state_dict: what `state_dict` gave.
+            state: what `state_dict` gave.
 
         Raises:
             TypeError: the state is no mapping, or a number in it is none.
             ValueError: the state is of another plan; the message names the field and both values.
                 Nothing was changed then.
         """
-        function, state = "DistributedSampler.load_state_dict", state_dict
+        function = "DistributedSampler.load_state_dict"
         if not isinstance(state, Mapping):
             raise TypeError(
                 f"{function}: state must be a mapping, got {type(state).__name__}."
@@ -380,15 +382,18 @@ def _find_loader() -> tuple[str | None, Mapping[int, Any] | None]:
     """A loader among the callers that reads ahead, and what it has read and not handed out.
 
     A sampler is not told who reads it, and an id that waits in a loader's queue is lost to a state
-    that counts it as read. So the callers are looked at, once a pass: torch's loaders with workers
-    keep what is under way in `_task_info`; accelerate's holds one batch back.
+    that counts it as read. So the callers are looked at, once a pass: torch's loaders, and those
+    that are made from them, read in `_next_index`, and with workers keep what is under way in
+    `_task_info`; accelerate's holds one batch back.
     """
     for frame in _callers():
-        loader = frame.f_locals.get("self")
         if frame.f_globals.get("__name__") == "accelerate.data_loader":
             return "accelerate's loader", None
-        if getattr(loader, "_num_workers", 0) and hasattr(loader, "_next_index"):
-            return "a loader with workers", getattr(loader, "_task_info", None)
+        # of no other frame: looking at its variables would keep them alive as long as it runs
+        if frame.f_code.co_name == "_next_index":
+            loader = frame.f_locals.get("self")
+            if getattr(loader, "_num_workers", 0):
+                return "a loader with workers", getattr(loader, "_task_info", None)
     return None, None
 
 

@@ -311,8 +311,9 @@ def deviation(counted: np.ndarray, expected: np.ndarray) -> float:
 
 def round_up(number: float) -> float:
     """The next number of one digit, a tenth above at least."""
-    digit = 10.0 ** np.floor(np.log10(number))
-    return float(f"{np.ceil(1.1 * number / digit) * digit:.1g}")
+    above = 1.1 * number
+    digit = 10.0 ** np.floor(np.log10(above))
+    return float(f"{np.ceil(above / digit) * digit:.1g}")
 
 
 def find_synonyms(ranks: int, microbatches: int, match: Match) -> list[str]:

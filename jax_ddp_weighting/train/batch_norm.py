@@ -126,7 +126,8 @@ def batch_statistics(
     positions = math.prod(x.shape[i] for i in over if weights.shape[i] == 1)
     count = jnp.sum(weights).astype(floating) * float(positions)
     weights = weights.astype(floating)
-    kept = jnp.where(weights != 0, x, jnp.zeros_like(x))  # padding may be NaN, and 0 * NaN is NaN
+    # padding may be NaN, and 0 * NaN is NaN
+    kept = jnp.where(weights != 0, x, jnp.zeros((), x.dtype))
 
     def means_of(*values: Array) -> tuple[list[Array], Array]:
         sums = [jnp.sum(weights * each, axis=over).reshape(-1) for each in values]

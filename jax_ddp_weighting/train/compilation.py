@@ -52,7 +52,7 @@ class CompiledStep:
         check: Callable[..., None],
         donate: bool = True,
     ) -> None:
-        self._check, self._donate = check, donate
+        self._check, self._donate, self._mesh = check, donate, mesh
         self._replicated = meshes.replicated_sharding(mesh)
         self._rows = meshes.row_sharding(mesh, axis_name)
         self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
@@ -72,6 +72,12 @@ class CompiledStep:
 
     def __call__(self, carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
         """One step; what is carried must not be used again where it is donated."""
+        ambient = jax.sharding.get_abstract_mesh()
+        if not ambient.empty and ambient != self._mesh.abstract_mesh:
+            # A mesh that was set for the program, of other axes or types than ours, would be taken
+            # for the one that our arrays lie on.
+            with jax.set_mesh(self._mesh):
+                return self(carried, batch, *rest)
         leaves, structure = jax.tree.flatten((carried, batch, rest))
         known = self._known.get((structure, _shardings(leaves)))
         # An array that comes twice shows in no structure, so it is looked for on every call.
@@ -102,10 +108,10 @@ class CompiledStep:
     def _place(self, carried: Any, batch: Batch, rest: Any) -> tuple[Any, Any, Batch]:
         leaves, structure = jax.tree.flatten(carried)
         if self._donate:
-            _check_alive(leaves)
+            _check_alive([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
             leaves = _copy_repeated(leaves, jax.tree.leaves((batch, rest)))
         batch = place_batch(batch, self._rows, caller="train step")
-        leaves = meshes.place(list(map(_strengthen_type, leaves)), self._replicated)
+        leaves = list(map(_strengthen_type, meshes.place(leaves, self._replicated)))
         carried, shardings = structure.unflatten(leaves), _shardings(leaves)
         if (structure, shardings) not in self._jitted:
             # Pinned, so that XLA cannot return it placed otherwise than it came: a second
@@ -156,9 +162,9 @@ def _copy_repeated(leaves: list[Any], others: list[Any]) -> list[Any]:
     return distinct
 
 
-def _check_alive(leaves: Sequence[Any]) -> None:
+def _check_alive(leaves: Sequence[jax.Array]) -> None:
     # On two or more CPU devices JAX does not find out by itself, and the process dies.
-    if any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted")):
+    if any(not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in leaves):
         raise ValueError(
             "train step: state must be one that no step was given before, got one that was given "
             "away. Use the state that the step returned, or make the step with donate=False."

@@ -172,9 +172,9 @@ def make_nnx_train_step(
 
         tx, opt_state, pure = optimizer.tx, optimizer.opt_state, nnx.as_pure(gradients)
         offered = make_arguments(tx, opt_state, report, pure, evaluate, coefficients)
-        arguments = {**offered, **nnx.as_pure(extra)}
+        given = nnx.as_pure(extra)
         (params, optimizer), stepped = run_optimizer(
-            tx, opt_state, arguments, report.skipped, apply, (params, optimizer)
+            tx, opt_state, offered, given, report.skipped, apply, (params, optimizer)
         )
         norm = take_norm(gradients) if grad_norm else None
         carried = (model_def, params, keys, state["variables"], optimizer)

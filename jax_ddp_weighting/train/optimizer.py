@@ -1,6 +1,6 @@
 """What a training step tells an optimizer, lets it see, and reports of it."""
 
-import inspect
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -30,7 +30,8 @@ Evaluate = Callable[[PyTree], tuple[Array, PyTree]]
 def run_optimizer(
     tx: Any,
     opt_state: PyTree,
-    arguments: Mapping[str, Any],
+    offered: dict[str, Any],
+    given: Mapping[str, Any],
     skipped: Array,
     apply: Callable[[Any, T], T],
     carried: T,
@@ -40,7 +41,8 @@ def run_optimizer(
     Args:
         tx: the optimizer.
         opt_state: its state, of which only the structure is looked at.
-        arguments: extra arguments for it.
+        offered: extra arguments for it, as far as it takes them; see `make_arguments`.
+        given: extra arguments that the step was given for it.
         skipped: whether the step has no weight. Then the optimizer is called only if it has a
             window, in which an empty microbatch has its place.
         apply: `apply(optimizer, carried) -> carried`, which calls the optimizer that it is given.
@@ -48,7 +50,7 @@ def run_optimizer(
     """
 
     def call(pair: tuple[T, Array]) -> tuple[T, Array]:
-        once = _OneCall(tx, arguments, skipped)
+        once = _OneCall(tx, offered, given, skipped)
         carried = apply(optax.GradientTransformationExtraArgs(tx.init, once.update), pair[0])
         return carried, once.stepped
 
@@ -59,24 +61,39 @@ def run_optimizer(
 class _OneCall:
     """An optimizer's `update`, given what a step knows, and a note of whether it stepped."""
 
-    def __init__(self, tx: Any, arguments: Mapping[str, Any], skipped: Array) -> None:
-        self.tx, self.arguments, self.skipped = tx, dict(arguments), skipped
+    def __init__(
+        self, tx: Any, offered: dict[str, Any], given: Mapping[str, Any], skipped: Array
+    ) -> None:
+        self.tx, self.offered, self.given, self.skipped = tx, offered, given, skipped
         self.stepped = ~skipped
 
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree | None = None
     ) -> tuple[PyTree, PyTree]:
-        arguments = self.arguments
-        if "value_fn" in arguments:
-            value_fn = accept_keywords(arguments["value_fn"], arguments)
-            arguments = {**arguments, "value_fn": value_fn}
-        updates, new_state = self.tx.update(updates, state, params, **arguments)
+        updates, new_state = self._update(updates, state, params, self.offered)
         if counts_windows(state):
             updates, new_state, self.stepped = _keep_windows_alone(
                 state, new_state, updates, ~self.skipped
             )
         self.stepped &= ~_is_rejected(new_state, updates)
         return updates, new_state
+
+    def _update(
+        self, updates: PyTree, state: PyTree, params: PyTree | None, offered: dict[str, Any]
+    ) -> tuple[PyTree, PyTree]:
+        arguments = {**offered, **self.given}
+        if "value_fn" in arguments:
+            arguments["value_fn"] = accept_keywords(arguments["value_fn"], arguments)
+        try:
+            return self.tx.update(updates, state, params, **arguments)
+        except TypeError as error:
+            # Some of optax's own, such as sam, take no arguments but theirs, and a chain hands on
+            # all that it is given: what is refused is not offered.
+            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if refused is None or refused[1] not in offered:
+                raise
+            left = {name: each for name, each in offered.items() if name != refused[1]}
+        return self._update(updates, state, params, left)
 
 
 def take_norm(gradients: PyTree) -> Array:
@@ -110,7 +127,7 @@ def make_arguments(
         arguments["weight"] = window_weight(report.loss.terms, coefficients)
     if not isinstance(tx, optax.GradientTransformationExtraArgs):
         return arguments
-    arguments |= {
+    return arguments | {
         "value": report.loss.value,
         "grad": gradients,
         "terms": report.loss.terms,
@@ -118,10 +135,6 @@ def make_arguments(
         "grad_fn": jax.tree_util.Partial(lambda params, *_: evaluate(params)[1]),
         "value_fn": _make_value_fn(evaluate),
     }
-    parameters = inspect.signature(tx.update).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _make_value_fn(evaluate: Evaluate) -> Callable[[PyTree], Array]:
@@ -198,7 +211,7 @@ def _keep_windows_alone(
     for i, leaf in enumerate(leaves):
         over_it = [steps for steps, covered in windows if covered[i]]
         moves = jnp.any(jnp.stack([live, *over_it]))
-        moved.append(jnp.where(moves, leaf, jnp.zeros_like(leaf)))
+        moved.append(jnp.where(moves, leaf, jnp.zeros((), leaf.dtype)))
         if not over_it:  # a parameter of no window steps with every batch
             stepped |= live
     return structure.unflatten(moved), state, stepped

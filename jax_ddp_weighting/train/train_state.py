@@ -211,9 +211,8 @@ def make_train_step(
         offered = make_arguments(
             state.tx, state.opt_state, report, gradients, evaluate, coefficients
         )
-        arguments = {**offered, **extra}
         state, stepped = run_optimizer(
-            state.tx, state.opt_state, arguments, report.skipped, apply, state
+            state.tx, state.opt_state, offered, extra, report.skipped, apply, state
         )
         norm = take_norm(gradients) if grad_norm else None
         return state, replace(report, stepped=stepped, grad_norm=norm)

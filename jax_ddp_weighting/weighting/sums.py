@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Scalar
 
 from jax_ddp_weighting._arguments import check_integer
+from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.counts import (
     LARGEST,
@@ -172,7 +173,8 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
     weight, bad = sum_weights(weights)
     # a bad weight is in no product either: 0 times the gradient of NaN would be NaN
     weights = jnp.where(is_bad(weights), 0, weights).astype(dtype)
-    kept = jnp.where(weights != 0, losses, jnp.zeros_like(losses)).astype(dtype)
+    # a scalar 0: zeros made like the losses forget how they lie over Explicit axes
+    kept = jnp.where(weights != 0, losses, jnp.zeros((), losses.dtype)).astype(dtype)
     return WeightedSum(jnp.sum(kept * weights), to_weight(weight, bad, wide))
 
 
@@ -218,8 +220,8 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
     if held.min <= ignore_index <= held.max:
         valid = labels != ignore_index
     else:  # no label can be it, and JAX would wrap it around to a class
-        valid = jnp.ones(labels.shape, bool)
-    return jnp.where(valid, labels, jnp.zeros_like(labels)), valid.astype(jnp.int32)
+        valid = ~mesh.zeros_like(labels, bool)
+    return jnp.where(valid, labels, jnp.zeros((), labels.dtype)), valid.astype(jnp.int32)
 
 
 def divide(total: Any, weight: Any) -> Array:

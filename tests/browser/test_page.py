@@ -32,6 +32,7 @@ window.onload = () => {{
     captions: all("figcaption").map((each) => each.innerText),
     tables: all("table").map((each) => each.rows.length),
     headings: all("h2").map((each) => each.innerText),
+    cut: all(".scroll").filter((each) => each.scrollWidth > each.clientWidth).length,
     verdicts: all("p.right, p.wrong").map((each) => each.className),
     font: parseFloat(getComputedStyle(doc.querySelector("td")).fontSize),
     width: doc.documentElement.clientWidth,
@@ -44,8 +45,9 @@ window.onload = () => {{
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "page.html"
-    arguments = ["-n", "1003", "-w", "20", "-b", "4", "--tail", "repeat", "-k", "2"]
-    assert cli.run(["report", str(path), *arguments]) == 1
+    arguments = ["-n", "100003", "-w", "256", "-b", "16", "--tail", "repeat", "-k", "3"]
+    convention = ["--convention", "mean_of_nonempty_means"]  # the longest name
+    assert cli.run(["report", str(path), *arguments, *convention]) == 1
     return path.read_text()
 
 
@@ -75,6 +77,7 @@ def test_a_browser_shows_every_picture_and_table(page, width, tmp_path):
     assert len(seen["headings"]) == 4
     assert seen["verdicts"] == ["wrong", "wrong"]
     assert seen["font"] >= 12
+    assert seen["cut"] == 0, "a table is wider than the screen"
 
 
 def test_a_picture_that_is_not_there_would_be_missed(page, tmp_path):

@@ -6,7 +6,12 @@ import jax
 import pytest
 
 USERS = """
+import atexit
+import os
+import signal
 import sys
+import threading
+import time
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +42,9 @@ def own_options():
     return dict(zip(("loss_fn", "params", "batch"), case())) | {
         "splits": [(3, 2)], "engines": ["vmap"], "rtol": 1e-4, "microbatches": 2}
 
+def many_microbatches():
+    return own_options() | {"microbatches": 60}
+
 def loud():
     def loss_fn(params, batch):
         print("loud")
@@ -50,6 +58,104 @@ def quits(*arguments):
 
 def quits_later():
     return quits, *case()[1:]
+
+class Odd(BaseException):
+    pass
+
+class Unprintable(Exception):
+    def __str__(self):
+        sys.exit(0)
+
+def odd(*arguments):
+    raise Odd("odd")
+
+def odd_later():
+    return odd, *case()[1:]
+
+def interrupts(*arguments):
+    raise KeyboardInterrupt
+
+def ends_generators(*arguments):
+    raise GeneratorExit
+
+def unprintable(*arguments):
+    raise Unprintable
+
+def closes(*arguments):
+    sys.stdout.close()
+    return case()
+
+def closes_the_first(*arguments):
+    sys.__stdout__.close()
+    return case()
+
+def closes_errors(*arguments):
+    sys.stderr.close()
+    return case()
+
+def closes_number(*arguments):
+    os.close(1)
+    return case()
+
+def detaches(*arguments):
+    sys.stdout.detach()
+    return case()
+
+def writes(*arguments):
+    def loss_fn(params, batch):
+        os.write(1, b"to the number")
+        os.system("echo from a child")
+        sys.__stdout__.write("past the redirection")
+        return loss(params, batch)
+    os.write(1, b"to the number")
+    print("to a buffer", file=sys.stdout)
+    return loss_fn, *case()[1:]
+
+def writes_at_exit(*arguments):
+    atexit.register(print, "at exit")
+    atexit.register(os.write, 1, b"at exit, to the number")
+    threading.Thread(target=lambda: time.sleep(.3) or print("from a thread")).start()
+    return case()
+
+def forks(*arguments):
+    if not os.fork():
+        return case()
+    os.wait()
+    return case()
+
+def forks_and_fails(*arguments):
+    if not os.fork():
+        raise ValueError("in the child")
+    os.wait()
+    return case()
+
+def leaves(*arguments):
+    os._exit(0)
+
+def leaves_as_if_wrong(*arguments):
+    os._exit(1)
+
+def leaves_later():
+    return leaves, *case()[1:]
+
+def crashes(*arguments):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def terminates(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def becomes_another(*arguments):
+    os.execv("/bin/true", ["true"])
+
+def leaves_in_a_thread(*arguments):
+    thread = threading.Thread(target=leaves)
+    thread.start()
+    thread.join()
+
+def __getattr__(name):
+    if name == "computed":
+        raise RuntimeError("computed")
+    raise AttributeError(name)
 
 def no_rows():
     return loss, case()[1], jdw.Batch.of(np.zeros(0, np.float32))
@@ -101,9 +207,10 @@ def users(tmp_path, monkeypatch):
     (tmp_path / "torn.py").write_text("def f(:\n")
     (tmp_path / "needy.py").write_text("import not_installed_at_all")
     (tmp_path / "quitter.py").write_text("import sys\nsys.exit(0)")
+    (tmp_path / "leaver.py").write_text("import os\nos._exit(0)")
     (tmp_path / "noisy.py").write_text("print('noisy')\nfrom users import *")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    for name in ("users", "torn", "needy", "quitter", "noisy"):
+    for name in ("users", "torn", "needy", "quitter", "leaver", "noisy"):
         sys.modules.pop(name, None)

@@ -217,3 +217,114 @@ def test_bad_input_gets_one_line(arguments, said, tmp_path, monkeypatch, capsys)
     Path("ids.txt.gz").write_bytes(b"")
     np.savez("ids.npz", np.arange(3))
     assert re.search(said, refusal(capsys, *arguments.split()))
+
+
+# --- each weight beside its id --------------------------------------------------------------------
+
+BATCHES = [[0, 1, 0], [2, 3, 4]]  # right under weights 1, 1, 0 and 1, 1, 1
+SHIFTED = [[1, 1], [0, 1, 1, 1]]  # as many in all, and another id's
+
+
+def write_json_lines(path, **columns):
+    rows = zip(*columns.values(), strict=True)
+    path.write_text("".join(f"{json.dumps(dict(zip(columns, r, strict=True)))}\n" for r in rows))
+    return path
+
+
+def test_weights_of_json_lines_belong_to_the_ids_of_their_line(tmp_path, capsys):
+    right = write_json_lines(tmp_path / "right.jsonl", ids=BATCHES, w=[[1, 1, 0], [1, 1, 1]])
+    wrong = write_json_lines(tmp_path / "wrong.jsonl", ids=BATCHES, w=SHIFTED)
+    columns = ["--column", "ids", "--weight-column", "w"]
+    assert run("audit", "-n", "5", right, *columns) == 0
+    capsys.readouterr()
+    said = refusal(capsys, "audit", "-n", "5", right, wrong, *columns)
+    assert "wrong.jsonl: line 1: weights must be as many as the ids, 3, got 2. " in said
+    later = [[0], [1, 2], [3, 4]], [1, [1, 1], [1]]
+    gap = write_json_lines(tmp_path / "gap.jsonl", ids=later[0], w=later[1])
+    gap.write_text("\n\n" + gap.read_text())  # empty lines count as lines
+    assert "gap.jsonl: line 5: weights must be" in refusal(
+        capsys, "audit", "-n", "5", gap, *columns
+    )
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "said"),
+    [
+        ("0 1 0\n2 3 4", "1 1\n0 1 1 1", r"w: line 1: weights must be as many as the ids, 3, got"),
+        ("0 1 0\n2 3 4", "1 1 0\n\n# rest\n1 1 1", ""),
+        ("0 1 0\n2 3 4", "1 1 0 1 1 1", ""),  # lines of text may be folded anywhere
+        ("0\n1\n0\n2\n3\n4", "1 1 0\n1 1 1", ""),
+        ([[0, 1, 0], [2, 3, 4]], [[1, 1], [0, 1], [1, 1]], r"w: .* lie in rows as the ids do, 2 "),
+        ([[0, 1], [0, 2], [3, 4]], [[1, 1, 0], [1, 1, 1]], r"w: .* as the ids do, 3 of them"),
+        ([[[0, 1, 0], [2, 3, 4]]], [[[1, 1], [0, 1], [1, 1]]], r"w: .* as the ids do, 2 of them, "),
+        ([[0, 1, 0], [2, 3, 4]], [1, 1, 0, 1, 1, 1], ""),
+        ([[0, 1, 0, 2, 3, 4]], [[1], [1], [0], [1], [1], [1]], ""),
+        ([[0, 1, 0], [2, 3, 4]], [[1, 1, 0], [1, 1, 1]], ""),
+        ({"ids": BATCHES}, [[1, 1], [0, 1], [1, 1]], r"w: .* in rows as the ids do, 2 of them, go"),
+        ({"ids": BATCHES}, "1 1\n0 1 1 1", r"w: line 1: weights must be as many as the ids, 3, go"),
+        ({"ids": [[0, 1], [0, 2, 3, 4]]}, [[1, 1, 0], [1, 1, 1]], r"w: row 0: weights must be as"),
+        ({"ids": BATCHES}, [1, 1, 0, 1, 1, 1], ""),
+        ({"ids": [0, 1, 0, 2, 3, 4]}, [[1, 1, 0], [1, 1, 1]], ""),
+    ],
+)
+def test_weights_in_a_file_of_their_own_lie_as_the_ids_do(ids, weights, said, tmp_path, capsys):
+    def write(name, values):
+        if isinstance(values, dict):
+            return write_json_lines(tmp_path / f"{name}.jsonl", **values)
+        path = tmp_path / f"{name}.{'txt' if isinstance(values, str) else 'npy'}"
+        if isinstance(values, str):
+            path.write_text(values)
+        else:
+            np.save(path, np.array(values))
+        return path
+
+    column = ["--column", "ids"] if isinstance(ids, dict) else []
+    arguments = ["audit", "-n", "5", write("i", ids), *column, "--weights", write("w", weights)]
+    if said:
+        assert re.search(said.replace("w:", r"w\.\w+:"), refusal(capsys, *arguments))
+    else:
+        assert run(*arguments) == 0
+
+
+# --- arrays that are not what they say ------------------------------------------------------------
+
+
+def npy(shape, values, descr="<i8"):
+    header = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}"
+    header += " " * (-(len(header) + 11) % 64) + "\n"
+    length = len(header).to_bytes(2, "little")
+    return b"\x93NUMPY\x01\x00" + length + header.encode() + np.array(values, "<i8").tobytes()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        npy("(10**15,)".replace("10**15", "1000000000000000"), [0, 1, 2]),
+        npy("(4,)", [0, 1, 2]),
+        npy("(2,)", [0, 1, 2]),  # numpy alone would read two and say nothing
+        npy("(4611686018427387904, 4)", [0, 1, 2]),
+        npy("(-3,)", [0, 1, 2]),
+        npy("(3.0,)", [0, 1, 2]),
+        npy("(" * 3000, [0, 1, 2]),
+        npy("(3,)", [0, 1, 2], descr="<i9"),
+        npy("(3,)", [0, 1, 2], descr="('<i8', (10**9,))"),
+        npy("(3,)", [0, 1, 2])[:-1],
+        npy("(3,)", [0, 1, 2])[:40],
+        npy("(3,)", [0, 1, 2]) * 2,
+    ],
+)
+def test_an_array_that_is_not_what_its_header_says_is_named(content, tmp_path, capsys):
+    path = tmp_path / "ids.npy"
+    path.write_bytes(content)
+    said = refusal(capsys, "audit", "-n", "3", path)
+    assert said.startswith(f"{path}: must be an array of numbers that numpy.save wrote, got ")
+
+
+def test_arrays_as_numpy_saves_them_are_read(tmp_path, capsys):
+    for number, ids in enumerate([np.arange(3), np.arange(3).reshape(3, 1), np.int32([[0, 1, 2]])]):
+        path = tmp_path / f"{number}.npy"
+        np.save(path, np.asfortranarray(ids))
+        assert run("audit", "-n", "3", path) == 0
+    path = tmp_path / "none.npy"
+    np.save(path, np.zeros((0, 3), int))
+    assert run("audit", "-n", "0", path) == 0

@@ -141,6 +141,47 @@ def test_the_page_holds_every_picture_and_table_and_loads_nothing(findings):
     assert "17 came more than once" in text
 
 
+def cells(text):
+    """The text of every cell, by table and row."""
+    tables = re.findall(r"<table>(.*?)</table>", text, re.DOTALL)
+    rows = [re.findall(r"<tr>(.*?)</tr>", table) for table in tables]
+    return [[re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in table] for table in rows]
+
+
+def text_of(findings):
+    return page(findings, dict.fromkeys(draw(findings), PNG), "report")
+
+
+def test_one_of_a_kind_is_called_one():
+    text = text_of(find(EpochPlan(1, 1, 1), 1, "mean_of_means"))
+    assert "<h1>1 example over 1 rank</h1>" in text
+    assert "1 row per rank and step, 1 step an epoch" in text
+    assert "in each of 1 epoch." in text
+    assert "step 0 of epoch 0, 1 rank, 1 microbatch)" in text
+    words = re.sub("<[^>]*>", " ", text)
+    assert not re.search(r"\b1 (\w+s)\b(?<!is)", words)
+
+
+def test_many_ranks_leave_a_picture_and_a_table_that_can_be_read():
+    findings = find(EpochPlan(3000, 256, 8), 1, "mean_of_nonempty_means")
+    (axes,) = draw(findings)["effective-weights"].axes
+    assert len(axes.lines) == 3  # what is counted, what is right, and ours: no line for each rank
+    text = text_of(findings)
+    errors = cells(text)[-1]
+    assert errors[0][1:] == ["1", "2", "4", "8"]
+    assert {len(row) for row in errors} == {5}
+    for row in errors[1:]:
+        assert max(map(len, row[1:])) <= 5  # what fits a telephone's width
+        assert [float(cell) for cell in row[1:]] == pytest.approx(
+            findings.errors[row[0]], rel=0.5, abs=0.005
+        )
+
+
+def test_a_few_ranks_are_told_apart_by_lines():
+    (axes,) = draw(find(EpochPlan(30, 4, 8), 1, "mean_of_means"))["effective-weights"].axes
+    assert len(axes.lines) == 3 + 3
+
+
 def test_the_command_writes_a_page_and_pictures(tmp_path, capsys):
     path, folder = tmp_path / "page.html", tmp_path / "pictures"
     assert cli.run(["report", str(path), *PLAN, "--png", str(folder), "--json"]) == 0

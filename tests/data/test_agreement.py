@@ -55,6 +55,15 @@ def test_a_record_of_an_order_of_ones_own_names_its_digest():
     assert records[0].order != records[1].order
 
 
+def test_a_record_holds_the_step_it_starts_at():
+    resumed = EpochRecord.of(PLAN, 2, RECORD.manifest_hash, start_step=1)
+    assert resumed == replace(RECORD, start_step=1)
+    assert EpochRecord.of(PLAN, 2, "m", start_step=PLAN.steps_per_epoch).start_step == 2
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match=rf"start_step must be in \[0, 2\], got {wrong}"):
+            EpochRecord.of(PLAN, 2, "m", start_step=wrong)
+
+
 @pytest.mark.parametrize(
     ("record", "timeout_s", "error", "message"),
     [
@@ -137,6 +146,7 @@ check("two at once", ["seed is 7 on rank 1", "batch_size is 4 on rank 1"],
       either(seed=7, batch_size=4))
 check("version", ["library_version is '0.0.1' on rank 1"],
       library_version="0.0.1" if rank == 1 else jdw.__version__)
+check("start step", ["start_step is 1 on rank 1, 0 on ranks 0, 2"], start_step=int(rank == 1))
 check("same again", ["^agreed$"])
 
 client = distributed.global_state.client
@@ -183,7 +193,7 @@ def faults():
 
 ALL = [
     *("same", "seed", "epoch", "length", "manifest", "order", "tail", "batch size"),
-    *("two at once", "version", "same again", "late"),
+    *("two at once", "version", "start step", "same again", "late"),
 ]
 
 

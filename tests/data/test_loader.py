@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import regimes
 
-from jax_ddp_weighting import Batch, EpochPlan, batches, data_mesh
+from jax_ddp_weighting import Batch, DistributedSampler, EpochPlan, batches, data_mesh
 
 PIXELS = np.arange(47, dtype=np.float32) * 10
 
@@ -160,3 +160,29 @@ def test_numbers_are_checked_at_once(change, error, message):
     arguments = {"epoch": 0, "fetch": fetch, "mesh": data_mesh(2), **change}
     with pytest.raises(error, match=message):
         batches(EpochPlan(4, 2, 2), **arguments)
+
+
+@pytest.mark.parametrize("plan", [DistributedSampler(8, 1, 0), [0, 1, 2], 8])
+def test_what_is_no_plan_is_refused_in_words(plan):
+    name = type(plan).__name__
+    with pytest.raises(TypeError, match=f"batches: plan must be an EpochPlan, got {name}. Make"):
+        batches(plan, 0, lambda ids: ids, data_mesh(1))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((4, 1), (3, 2)), ((1, 4), (5, 1)), ((2, 3), (6, 2))]
+)
+def test_an_epoch_goes_on_with_other_ranks_and_rows(before, after):
+    plan = EpochPlan(23, *before)
+    first = [*batches(plan, 1, lambda ids: ids, data_mesh(before[0]))][:2]
+    rest = plan.resumed(1, plan.position(2), num_replicas=after[0], batch_size=after[1])
+    later = list(batches(rest, 1, lambda ids: ids, data_mesh(after[0])))
+    read = [
+        i
+        for batch in (*first, *later)
+        for i, weight in zip(batch.ids.tolist(), batch.weights.tolist(), strict=True)
+        if weight
+    ]
+    assert sorted(read) == list(range(23))
+    with pytest.raises(ValueError, match="epoch must be 1, the one that this plan is the rest of"):
+        list(batches(rest, 2, lambda ids: ids, data_mesh(after[0])))

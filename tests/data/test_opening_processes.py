@@ -35,6 +35,7 @@ told("batch size", either(batch_size=3))
 told("examples", either(num_examples=11))
 told("start", start_step=2 * rank)
 told("nothing left", start_step=3 * rank)
+told("resumed", plan.resumed(0, 1 + rank))
 told("all at once", either(seed=7, batch_size=1), epoch=rank, start_step=rank)
 told("both", either(seed=7), fetch=lambda ids: rows[ids].astype([np.float32, np.int32][rank]))
 told("all at their end", start_step=3)
@@ -52,6 +53,7 @@ TOLD = {
     "examples": ["num_examples is 12 on process 0, 11 on process 1"],
     "start": ["start_step is 0 on process 0, 2 on process 1"],
     "nothing left": ["start_step is 0 on process 0, 3 on process 1"],
+    "resumed": ["start is 1 on process 0, 2 on process 1"],
     "all at once": ["seed is", "batch_size is", "epoch is", "start_step is"],
     "both": ["seed is", "rows must have one form on all processes, got data is 'float32[]'"],
 }

@@ -90,8 +90,10 @@ def test_a_map_dataset_over_the_source_reads_every_id_once_an_epoch():
         for rank in range(4)
     ]
     assert counted(shares) == [2] * 10
-    first = [i - 100 for share in shares for i in share[: len(share) // 2]]
-    audit_ids(first, 10).check_exactly_once()
+    assert [len(share) for share in shares] == [5] * 4  # ranks in step, where 6, 6, 4, 4 is not
+    stream = [i - 100 for round_ in zip(*shares, strict=True) for i in round_]
+    for epoch in range(2):
+        audit_ids(stream[10 * epoch : 10 * (epoch + 1)], 10).check_exactly_once()
 
 
 def test_a_loader_batches_and_resumes():
@@ -127,13 +129,29 @@ def test_every_record_has_a_random_stream_of_its_own():
     assert again.record_key == ours(1).source(2)[3]
 
 
+def drawn_of(sampler):
+    read = [sampler[i] for i in range(len(sampler))]
+    return {(each.record_key, int(each.rng.integers(2**60))) for each in read}
+
+
 def test_a_sampler_made_for_each_epoch_has_the_streams_of_one_for_all():
-    sampler = DistributedSampler(9, 2, 0, tail="mask", order="keyed")
-    drawn = []
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        drawn += [sampler.grain_sampler()[i].rng.integers(2**60) for i in range(len(sampler))]
-    sampler.set_epoch(0)
-    whole = sampler.grain_sampler(3)
-    assert drawn == [whole[i].rng.integers(2**60) for i in range(len(whole))]
-    assert len(set(drawn)) == len(drawn)
+    """Over both ranks: nine ids end in the middle of a round, and rank 1 begins the next epoch."""
+    by_epoch, at_once = set(), set()
+    for rank in range(2):
+        sampler = DistributedSampler(9, 2, rank, tail="mask", order="keyed")
+        whole = sampler.grain_sampler(3)
+        at_once |= drawn_of(whole)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            by_epoch |= drawn_of(sampler.grain_sampler())
+    assert by_epoch == at_once
+    assert len(at_once) == 27
+
+
+def test_a_resumed_epoch_goes_on_with_its_own_streams():
+    whole = ours(1, n=40).grain_sampler()
+    drawn = [int(whole[i].rng.integers(2**60)) for i in range(10)]
+    sampler = ours(1, n=40)
+    sampler.load_state_dict(sampler.state_dict(consumed=3))
+    rest = sampler.grain_sampler()
+    assert [int(rest[i].rng.integers(2**60)) for i in range(len(rest))] == drawn[3:]

@@ -1,6 +1,9 @@
 """Orders, samplers and loaders against torch itself, of the version that is installed."""
 
+import copy
+import itertools
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -131,7 +134,8 @@ def test_a_loader_resumes_where_training_was_and_not_where_it_read_ahead():
     batches = iter(loader)
     for _ in range(2):
         next(batches)
-    assert sampler.state_dict()["position"] > 2 * 4 * 4  # it has read ahead
+    with pytest.raises(ValueError, match=r"consumed must be given .* a loader with workers"):
+        sampler.state_dict()  # it has read ahead
     resumed = DistributedSampler(range(101), 4, 1)
     resumed.load_state_dict(sampler.state_dict(consumed=2 * 4))
     assert loaded(resumed, batch_size=4)[1]() == whole[2:]
@@ -150,6 +154,47 @@ def test_the_view_is_of_torchs_class_and_reads_as_the_sampler_does():
     _, read = loaded(view, batch_size=8)
     view.set_epoch(3)
     assert [i for batch in read() for i in batch] == ours.indices().tolist()
+
+
+def test_the_view_is_copied_pickled_and_set_as_torchs_own():
+    ours = DistributedSampler(range(101), 4, 1, seed=3)
+    view, theirs = ours.torch_sampler(), TorchSampler(range(101), 4, 1, seed=3)
+    for sampler in (view, theirs):
+        sampler.epoch = 7
+    assert ours.epoch == 7
+    assert list(view) == list(theirs)
+    view.load_state_dict(view.state_dict(consumed=20))
+    for twin in (pickle.loads(pickle.dumps(view)), copy.deepcopy(view)):
+        assert isinstance(twin, TorchSampler)
+        assert list(twin) == list(theirs)[20:]
+        twin.set_epoch(0)
+    assert ours.epoch == 7  # nothing is shared
+    assert len(view) == 6
+    assert list(view) == list(theirs)[20:]
+
+
+class Eager:
+    """A batch sampler that asks for its ids when it is made an iterator of."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __len__(self):
+        return -(-len(self.sampler) // 4)
+
+    def __iter__(self):
+        ids = iter(self.sampler)
+        return iter(lambda: [*itertools.islice(ids, 4)], [])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_calls_iter_twice_reads_the_rest_of_a_loaded_epoch(workers):
+    sampler = DistributedSampler(range(60), 3, 1)
+    whole = list(DistributedSampler(range(60), 3, 1))
+    sampler.load_state_dict(sampler.state_dict(consumed=7))
+    options = {"num_workers": workers, "multiprocessing_context": "spawn"} if workers else {}
+    loader = DataLoader(TensorDataset(torch.arange(60)), batch_sampler=Eager(sampler), **options)
+    assert [i for (batch,) in loader for i in batch.tolist()] == whole[7:]
 
 
 @pytest.mark.parametrize("inner", [DistributedSampler, TorchSampler])

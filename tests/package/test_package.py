@@ -97,9 +97,10 @@ def test_the_wheel_holds_the_package_alone(built):
     wheel, sdist = built
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"jax_ddp_weighting"}
-    modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("jax_ddp_weighting/**/*.py")}
+    files = {path.relative_to(ROOT) for path in ROOT.glob("jax_ddp_weighting/**/*.*")}
+    kept = {str(path) for path in files if "__pycache__" not in path.parts}
     inside = {name for name in names if name.startswith("jax_ddp_weighting/")}
-    assert inside == modules | {"jax_ddp_weighting/py.typed"}
+    assert inside == kept >= {"jax_ddp_weighting/py.typed", "jax_ddp_weighting/cli/app.py"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     with tarfile.open(sdist) as archive:
         packed = {name.split("/", 1)[-1] for name in archive.getnames()}

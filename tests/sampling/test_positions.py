@@ -120,6 +120,18 @@ def test_the_next_position_counts_from_the_one_that_was_loaded():
         sampler.state_dict(consumed=7 + 4)
 
 
+def test_a_rank_whose_last_slot_is_padding_counts_as_the_others_do():
+    states = []
+    for rank in range(3):
+        sampler = sampler_of(50, 3, rank, tail="mask")
+        reader = iter(sampler)
+        for _ in range(len(sampler)):
+            next(reader)
+        states.append(sampler.state_dict(consumed=17))  # slots; rank 2 has 16 ids
+    assert states == [states[0]] * 3
+    assert states[0]["position"] == 50
+
+
 # Any number of ranks
 
 

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from jax_ddp_weighting.cli.console import count_of
 from jax_ddp_weighting.cli.report.findings import OURS, Findings
 
 _RIGHT, _WRONG, _OURS, _EMPTY = "#2b6cb0", "#dd6b20", "#2f855a", "#edf2f7"
@@ -84,7 +85,7 @@ def who_read_what(findings: Findings) -> Figure:
         spine.set_visible(False)
     axes.set(xlabel="step of epoch 0", ylabel="rank")
     legend = {
-        f"all {plan.batch_size} rows count": _RIGHT,
+        f"all of {count_of(plan.batch_size, 'row')} count": _RIGHT,
         "padding of weight 0": _EMPTY,
         "ids read twice": _WRONG,
     }
@@ -108,7 +109,7 @@ def times_seen(findings: Findings) -> Figure:
     bars = axes.bar([str(t) for t in shown], list(shown.values()), color=colors, width=0.7)
     axes.bar_label(bars, [f"{ids:,}" for ids in shown.values()], padding=2)
     axes.margins(y=0.15)
-    axes.set(xlabel=f"times seen in {epochs} epochs", ylabel="ids")
+    axes.set(xlabel=f"times seen in {count_of(epochs, 'epoch')}", ylabel="ids")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     return figure
 
@@ -128,9 +129,9 @@ def effective_weights(findings: Findings) -> Figure:
     axes.plot(places, weights, "_", color=_RIGHT, markersize=small + 4, label="right")
     axes.plot(places, ours, ".", color=_OURS, markersize=small - 1, label=OURS)
     width = weights.size // ranks
-    for rank in range(1, ranks):
-        axes.axvline(rank * width - 0.5, color="#cbd5e0", linewidth=0.8)
     if ranks <= _RANKS:
+        for rank in range(1, ranks):  # of many ranks such lines would make a grey picture
+            axes.axvline(rank * width - 0.5, color="#cbd5e0", linewidth=0.8)
         axes.set_xticks(
             (np.arange(ranks) + 0.5) * width - 0.5, [f"rank {rank}" for rank in range(ranks)]
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ddp_weighting._version import __version__
+from jax_ddp_weighting.cli.console import count_of
 from jax_ddp_weighting.cli.report.findings import Findings, sum_microbatches
 
 _GROUPS = 16  # rows of a long table
@@ -30,11 +31,12 @@ def page(findings: Findings, pictures: Mapping[str, bytes], command: str) -> str
         The text of the page.
     """
     plan = findings.plan
-    title = f"{plan.num_examples:,} examples over {plan.num_replicas:,} ranks"
+    title = f"{count_of(plan.num_examples, 'example')} over {count_of(plan.num_replicas, 'rank')}"
     body = [
         f"<h1>{title}</h1>",
-        f"<p>{plan.batch_size:,} rows per rank and step, {plan.steps_per_epoch:,} steps an epoch,"
-        f" tail <code>{plan.tail}</code>, order <code>{_order(plan)}</code>, seed {plan.seed}.</p>",
+        f"<p>{count_of(plan.batch_size, 'row')} per rank and step,"
+        f" {count_of(plan.steps_per_epoch, 'step')} an epoch, tail <code>{plan.tail}</code>,"
+        f" order <code>{_order(plan)}</code>, seed {plan.seed}.</p>",
         *_tell_who_read_what(findings, pictures),
         *_tell_what_counted(findings, pictures),
         f"<footer>Made by jax_ddp_weighting {__version__}: <code>{escape(command)}</code></footer>",
@@ -57,14 +59,14 @@ def _order(plan: Any) -> str:
 
 
 def _tell_who_read_what(findings: Findings, pictures: Mapping[str, bytes]) -> list[str]:
-    epochs = len(findings.audited)
+    epochs = count_of(len(findings.audited), "epoch")
     if findings.exactly_once:
-        verdict = _verdict(True, f"Every id counted exactly once in each of {epochs} epochs.")
+        verdict = _verdict(True, f"Every id counted exactly once in each of {epochs}.")
     else:
         wrong = [each.audit for each in findings.audited if not each.audit.exactly_once]
         verdict = _verdict(
             False,
-            f"Not every id counted once in {len(wrong)} of {epochs} epochs: in epoch"
+            f"Not every id counted once in {len(wrong)} of {epochs}: in epoch"
             f" {wrong[0].epoch}, {wrong[0].num_duplicated:,} came more than once and"
             f" {wrong[0].num_omitted:,} never.",
         )
@@ -83,7 +85,7 @@ def _tell_who_read_what(findings: Findings, pictures: Mapping[str, bytes]) -> li
             ],
         ),
         "<h2>How often each id was seen</h2>",
-        _picture(pictures, "times-seen", f"Ids by the times they counted in {epochs} epochs."),
+        _picture(pictures, "times-seen", f"Ids by the times they counted in {epochs}."),
         _table("Ids by times seen", ["times seen", "ids"], list(findings.times_seen.items())),
     ]
 
@@ -93,7 +95,8 @@ def _tell_what_counted(findings: Findings, pictures: Mapping[str, bytes]) -> lis
     ranks, microbatches, _ = looked_at.weights.shape
     off = abs(looked_at.counted - looked_at.weights)
     largest = float((off / max(looked_at.weights.max(), 1e-300)).max())
-    where = f"step {looked_at.step} of epoch 0, {ranks} ranks, {microbatches} microbatches"
+    parts = count_of(microbatches, "microbatch", "microbatches")
+    where = f"step {looked_at.step} of epoch 0, {count_of(ranks, 'rank')}, {parts}"
     if largest > 1e-6:
         place = off.reshape(-1).argmax()
         counts, should = (
@@ -136,12 +139,14 @@ def _tell_what_counted(findings: Findings, pictures: Mapping[str, bytes]) -> lis
         _table(
             "Relative error by microbatches per rank",
             ["convention", *map(str, findings.microbatches)],
-            [
-                [name, *(f"{error:.1e}" for error in errors)]
-                for name, errors in findings.errors.items()
-            ],
+            [[name, *map(_shorten, errors)] for name, errors in findings.errors.items()],
         ),
     ]
+
+
+def _shorten(error: float) -> str:
+    """An error in at most five characters: a telephone has room for seven columns of them."""
+    return f"{error:.2f}" if error >= 0.01 else f"{error:.0e}" if error else "0"
 
 
 def _verdict(right: bool, html: str) -> str:

@@ -1,0 +1,523 @@
+"""Mutations of the core, each of which the tests must notice.
+
+    make mutate                  all of them, and the score
+    make mutate ONLY=train/      those whose file or name holds a word
+
+Each is one exact piece of text of one file, and what is put in its place, in a copy of the package
+and its tests. Then the tests that should notice are run on the copy: one that fails has noticed. A
+text that is not there exactly once is an error: whoever changes that line changes its mutation too.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import chex  # noqa: F401 - imported once, before anything forks
+import flax.linen
+import flax.nnx
+import flax.training.train_state  # noqa: F401
+import optax  # noqa: F401
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "jax_ddp_weighting"
+LEAST = 0.95  # of the mutations that are not explained
+LIMIT_S = 600  # one that hangs has been noticed
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change that a careless hand might make.
+
+    Attributes:
+        name: what goes wrong.
+        file: the file, under the package.
+        text: a piece of it, there exactly once.
+        put: what is put in its place.
+        tests: files under `tests`, one of which should notice.
+        first: the test that should notice first, which is run alone, to be quick.
+        survives: why no test can notice it, if none can.
+    """
+
+    name: str
+    file: str
+    text: str
+    put: str
+    tests: tuple[str, ...]
+    first: str
+    survives: str = ""
+
+
+SUMS = "weighting/test_sums.py"
+CORNERS = "weighting/test_gradient_corners.py"
+PIECES = "weighting/test_gradient_pieces.py"
+KEPT = "weighting/test_kept_state.py"
+RANKS = "distributed/test_over_ranks.py"
+STEPS = "train/test_step_corners.py"
+NORMS = "train/test_norm_corners.py"
+TERMS = (CORNERS, PIECES, KEPT, "data/test_join.py")
+MESH = (RANKS, CORNERS, "distributed/test_mesh.py")
+STEP = (STEPS, "train/test_step_rng.py", KEPT)
+WINDOWS = (STEPS, "train/test_windows.py", "train/test_accumulation.py")
+NORM = (NORMS, "train/test_batch_norm.py")
+
+
+def of(file: str, tests: tuple[str, ...], *changes: tuple[str, ...]) -> list[Mutation]:
+    return [Mutation(name, file, text, put, tests, *rest) for name, text, put, *rest in changes]
+
+
+MUTATIONS = [
+    *of(
+        "weighting/sums.py",
+        (CORNERS, SUMS),
+        (
+            "an unsafe division under the gradient",
+            "safe = jnp.where(empty, jnp.ones_like(weight), weight).astype(dtype)",
+            "safe = weight.astype(dtype)",
+            f"{CORNERS}::test_a_division_by_no_weight_has_gradient_0_and_not_nan",
+        ),
+        (
+            "a mean without weight is its total",
+            "return jnp.where(empty, jnp.zeros((), dtype), total.astype(dtype) / safe)",
+            "return total.astype(dtype) / safe",
+            f"{CORNERS}::test_a_division_by_no_weight_has_gradient_0_and_not_nan",
+        ),
+        (
+            "a gradient into a weight made by hand",
+            "total, weight = jnp.asarray(total), lax.stop_gradient(jnp.asarray(weight))",
+            "total, weight = jnp.asarray(total), jnp.asarray(weight)",
+            f"{CORNERS}::test_no_gradient_flows_into_a_weight_made_by_hand",
+        ),
+        (
+            "a gradient into the weights of a sum",
+            "weights = lax.stop_gradient(jnp.asarray(weights))",
+            "weights = jnp.asarray(weights)",
+            f"{CORNERS}::test_no_gradient_flows_into_the_weights_of_a_sum",
+        ),
+        (
+            "a loss of weight 0 poisons its sum",
+            "kept = jnp.where(weights != 0, losses, jnp.zeros_like(losses)).astype(dtype)",
+            "kept = losses.astype(dtype)",
+            f"{SUMS}::test_weighted_means",
+        ),
+        (
+            "weights that are not multiplied in",
+            "jnp.sum(kept * weights.astype(dtype))",
+            "jnp.sum(kept)",
+            f"{SUMS}::test_weighted_means",
+        ),
+        (
+            "weight clamped to 1",
+            "empty = weight == 0",
+            "weight = jnp.maximum(weight, 1)\n    empty = weight == 0",
+            f"{SUMS}::test_weighted_means",
+        ),
+        (
+            "a term counted once where there is no weight",
+            "present = jnp.asarray(self.weight) > 0",
+            "present = jnp.asarray(self.weight) >= 0",
+            f"{SUMS}::test_a_regulariser_is_counted_once_and_only_beside_data",
+        ),
+        (
+            "sums that subtract their weights",
+            "self.total + other.total, self.weight + other.weight",
+            "self.total + other.total, self.weight",
+            f"{SUMS}::test_sums_add_and_means_do_not",
+        ),
+    ),
+    *of(
+        "weighting/gradient.py",
+        (CORNERS, PIECES),
+        (
+            "vary left out of value_and_grad's parameters",
+            "        params = mesh.vary(params, axis_name)",
+            "        pass",
+            f"{CORNERS}::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
+        ),
+        (
+            "vary left out of what a loss function returns",
+            "totals, weights = mesh.vary((totals, weights), options.axis_name)",
+            "pass",
+            f"{CORNERS}::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
+        ),
+        (
+            "vary left out of rank_share",
+            "local = mesh.vary(jax.tree.map(jnp.asarray, local), axis_name)",
+            "local = jax.tree.map(jnp.asarray, local)",
+            f"{CORNERS}::test_the_share_of_such_a_sum_is_right_under_ones_own_pmean[shard_map]",
+        ),
+        (
+            "rank_share scaled by the ranks in every regime",
+            "    if mesh.is_checked(axis_name):\n",
+            "    if False:\n",
+            f"{CORNERS}::test_the_share_of_such_a_sum_is_right_under_ones_own_pmean[shard_map]",
+        ),
+        (
+            "rank_share's gradient scaled by the ranks under the check",
+            "share + lax.stop_gradient(share * (ranks - 1))",
+            "share * ranks",
+            f"{CORNERS}::test_the_share_of_such_a_sum_is_right_under_ones_own_pmean[shard_map]",
+        ),
+        (
+            "gradients averaged over the ranks",
+            "gradients = lax.psum(gradients, axis_name)",
+            "gradients = lax.pmean(gradients, axis_name)",
+            f"{CORNERS}::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
+        ),
+        (
+            "totals that stay on their rank",
+            "totals, gradients = _psum_scalars(found.totals, axis_name), found.gradients",
+            "totals, gradients = found.totals, found.gradients",
+            f"{CORNERS}::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-vmap]",
+        ),
+        (
+            "weights that stay on their rank",
+            "    weights = _psum_scalars(weights, options.axis_name)\n",
+            "",
+            f"{CORNERS}::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-vmap]",
+        ),
+        (
+            "a metric in the value",
+            "pulling = [name for name in terms if has_gradient(factors[name])]",
+            "pulling = list(terms)",
+            f"{CORNERS}::test_a_metric_that_is_nan_stays_out_of_the_value_and_the_gradient",
+        ),
+        (
+            "coefficients left out of the value",
+            "sum((factors[name] * terms[name].mean() for name in pulling)",
+            "sum((terms[name].mean() for name in pulling)",
+            f"{CORNERS}::test_a_coefficient_scales_the_value_and_the_gradient",
+        ),
+        (
+            "one key for all microbatches",
+            "jax.random.fold_in(rows.rng, k)",
+            "rows.rng",
+            f"{CORNERS}::test_each_microbatch_draws_noise_of_its_own",
+        ),
+        (
+            "gradients of microbatches that are not added up",
+            "lambda a, b: a + b.astype(a.dtype), gradients, found.gradients",
+            "lambda a, b: b.astype(a.dtype), gradients, found.gradients",
+            f"{CORNERS}::test_bfloat16_gradients_of_many_microbatches_add_up",
+        ),
+        (
+            "a sum of gradients in bfloat16",
+            "widen(jnp.float32, leaf.dtype)",
+            "leaf.dtype",
+            f"{CORNERS}::test_bfloat16_gradients_of_many_microbatches_add_up",
+        ),
+        (
+            "microbatches of neighbouring rows",
+            "lax.dynamic_index_in_dim(split, k, axis=1, keepdims=False)",
+            "lax.dynamic_index_in_dim(split, k, axis=0, keepdims=False)",
+            f"{PIECES}::test_a_microbatch_holds_every_kth_row_and_its_keys",
+        ),
+    ),
+    *of(
+        "weighting/loss_terms.py",
+        TERMS,
+        (
+            "a metric that pulls",
+            "return not (isinstance(factor, int | float) and factor == 0)",
+            "return True",
+            f"{CORNERS}::test_a_metric_that_is_nan_stays_out_of_the_value_and_the_gradient",
+        ),
+        (
+            "missing ranks that are not counted",
+            "stretch = 1 + divide(weights.missing, weights.present)",
+            "stretch = 1",
+            f"{PIECES}::test_missing_ranks_stretch_what_pulls_and_no_metric",
+        ),
+        (
+            "a state that differs from rank to rank",
+            "if axis_name is not None and mesh.varies(after, axis_name):",
+            "if False:",
+            "weighting/test_kept_state.py::test_a_state_that_would_differ_from_rank_to_rank_is_refused",
+        ),
+    ),
+    *of(
+        "distributed/mesh.py",
+        MESH,
+        (
+            "pmap on other devices",
+            "out_axes=None, devices=list(mesh.devices.flat)",
+            "out_axes=None",
+            f"{RANKS}::test_ranks_sit_on_the_devices_of_their_mesh",
+        ),
+        (
+            "the order of vmap's axes",
+            "for name in reversed(names):",
+            "for name in names:",
+            f"{RANKS}::test_rows_are_dealt_in_the_order_of_the_axes",
+        ),
+        (
+            "shard_map without its check",
+            'check_vma=engine == "shard_map",',
+            "check_vma=False,",
+            "distributed/test_mesh.py::test_only_default_shard_map_is_checked",
+        ),
+        (
+            "shard_map that is always checked",
+            'check_vma=engine == "shard_map",',
+            "check_vma=True,",
+            "distributed/test_mesh.py::test_only_default_shard_map_is_checked",
+        ),
+        (
+            "vary that varies nothing",
+            'return jax.lax.pcast(value, missing, to="varying") if missing else value',
+            "return value",
+            "distributed/test_mesh.py::test_varying_twice_is_varying_once",
+        ),
+        (
+            "a state that is placed without a copy",
+            "own = jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)",
+            "own = leaf",
+            "distributed/test_mesh.py::test_donating_what_was_placed_leaves_the_callers_arrays_alone",
+        ),
+    ),
+    *of(
+        "train/step.py",
+        STEP,
+        (
+            "a skip unless all terms have weight",
+            "jnp.any(jnp.stack(pulling))",
+            "jnp.all(jnp.stack(pulling))",
+            f"{STEPS}::test_a_step_in_which_one_term_of_two_has_weight_is_taken",
+        ),
+        (
+            "a skip that ignores the batch's weight",
+            "(found.accepted != 0) & ",
+            "",
+            f"{STEPS}::test_a_step_whose_rows_weigh_nothing_is_skipped_whatever_its_terms_weigh",
+        ),
+        (
+            "a skip that ignores the terms' weights",
+            " & jnp.any(jnp.stack(pulling))",
+            "",
+            f"{STEPS}::test_a_step_whose_terms_weigh_nothing_is_skipped_whatever_its_rows_weigh",
+        ),
+        (
+            "a state that an empty step changes",
+            "lambda old, new: jnp.where(skipped, old, new), state, found.state",
+            "lambda old, new: new, state, found.state",
+            f"{STEPS}::test_a_step_without_weight_leaves_what_the_model_keeps",
+        ),
+        (
+            "one key for all ranks",
+            "rng = jax.random.fold_in(rng, jax.lax.axis_index(options.mapped_axis))",
+            "pass",
+            "train/test_step_rng.py::test_each_rank_and_microbatch_has_its_own_rng",
+        ),
+    ),
+    *of(
+        "train/accumulation.py",
+        WINDOWS,
+        (
+            "a window of several terms that weighs the first",
+            "if len(pulling) != 1:",
+            "if False:",
+            "train/test_windows.py::test_windows_of_several_terms_are_refused",
+        ),
+        (
+            "an empty microbatch's NaN in the window",
+            "return acc + jnp.where(weight > 0, change, 0)",
+            "return acc + change",
+            f"{STEPS}::test_a_window_without_weight_leaves_the_optimizer_alone",
+        ),
+        (
+            "every microbatch has one vote",
+            "change = divide(new - acc * own, all_of_it)",
+            "change = divide(new - acc, state.mini_step + 1)",
+            f"{STEPS}::test_a_window_weighs_what_its_term_weighs_and_not_its_rows",
+        ),
+        (
+            "a window without weight that steps",
+            "steps = closes & (total > 0)",
+            "steps = closes",
+            f"{STEPS}::test_a_window_without_weight_leaves_the_optimizer_alone",
+        ),
+        (
+            "a flush that is not heard",
+            "closes = (~skip & (mini_step >= k)) | jnp.asarray(flush)",
+            "closes = ~skip & (mini_step >= k)",
+            "train/test_accumulation.py::test_a_short_last_window_is_flushed_with_the_weight_that_it_has",
+        ),
+        (
+            "a window that is one too long",
+            "(mini_step >= k)",
+            "(mini_step > k)",
+            f"{STEPS}::test_a_window_weighs_what_its_term_weighs_and_not_its_rows",
+        ),
+        (
+            "gradients that stay in the window",
+            "acc_grads=jax.tree.map(lambda acc: jnp.where(closes, 0, acc), acc_grads)",
+            "acc_grads=acc_grads",
+            "train/test_accumulation.py::test_a_window_is_the_mean_over_its_tokens",
+        ),
+        (
+            "weight that stays in the window",
+            "weight=jnp.where(closes, 0, total)",
+            "weight=total",
+            "train/test_accumulation.py::test_a_window_is_the_mean_over_its_tokens",
+        ),
+        (
+            "a window in bfloat16",
+            "widen(jnp.float32, jnp.result_type(parameter))",
+            "jnp.result_type(parameter)",
+            f"{STEPS}::test_a_window_in_bfloat16_adds_up_in_float32",
+        ),
+    ),
+    *of(
+        "train/batch_norm.py",
+        NORM,
+        (
+            "an empty step normalised by its batch",
+            "mean, var = choose(present, batch, running)",
+            "mean, var = batch",
+            f"{NORMS}::test_a_step_without_weight_is_normalised_by_what_is_known_and_changes_nothing",
+        ),
+        (
+            "running averages that an empty step changes",
+            "    return choose(present, new, running)",
+            "    return new",
+            f"{NORMS}::test_a_step_without_weight_is_normalised_by_what_is_known_and_changes_nothing",
+        ),
+        (
+            "a variance below 0",
+            "var = jnp.maximum(square.real - _square(mean), 0)",
+            "var = square.real - _square(mean)",
+            f"{NORMS}::test_a_variance_that_rounding_leaves_below_0_is_0",
+        ),
+        (
+            "a gradient into what is kept",
+            "momentum * old + (1 - momentum) * lax.stop_gradient(each)",
+            "momentum * old + (1 - momentum) * each",
+            f"{NORMS}::test_no_gradient_flows_into_what_is_kept_or_into_weights",
+        ),
+        (
+            "a gradient into the weights of rows",
+            "weights = lax.stop_gradient(jnp.asarray(weights))",
+            "weights = jnp.asarray(weights)",
+            f"{NORMS}::test_no_gradient_flows_into_what_is_kept_or_into_weights",
+        ),
+        (
+            "padding in the statistics",
+            "kept = jnp.where(weights != 0, x, jnp.zeros_like(x))",
+            "kept = x",
+            "train/test_batch_norm.py::test_nan_under_weight_0_does_not_reach_the_statistics_or_other_rows",
+        ),
+        (
+            "statistics of the rank alone",
+            "sums = lax.psum(sums, axis_name, axis_index_groups=options.axis_index_groups)",
+            "pass",
+            "train/test_batch_norm.py::test_rows_0_and_2_4_6_have_mean_3_and_variance_5",
+        ),
+        (
+            "momentum on the wrong side",
+            "momentum * old + (1 - momentum) *",
+            "(1 - momentum) * old + momentum *",
+            f"{NORMS}::test_a_running_average_moves_by_what_momentum_leaves",
+        ),
+    ),
+]
+
+
+def copy_of(folder: Path) -> Path:
+    """The package and its tests in a folder of their own, and what the tests read beside them."""
+    for name in (PACKAGE, "tests", "examples"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def run_tests(folder: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+    """pytest's exit status in a copy, and the last line of what it says.
+
+    In a child of this process, which has imported what is heavy and never the package itself: so
+    that fifty mutations don't import JAX fifty times.
+    """
+    said = folder / "said.txt"
+    child = os.fork()
+    if not child:
+        signal.alarm(LIMIT_S)
+        os.chdir(folder)
+        sys.path[:0] = [str(folder), str(folder / "tests")]
+        sys.dont_write_bytecode = True
+        with open(said, "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        command = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", f"--rootdir={folder}"]
+        status = pytest.main([*command, *(f"tests/{each}" for each in tests)])
+        sys.stdout.flush()
+        os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    if os.WIFSIGNALED(ended):
+        return 1, "it hung or crashed"
+    lines = said.read_text().strip().splitlines() or [""]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return os.WEXITSTATUS(ended), (failed or lines)[-1]
+
+
+def try_out(mutation: Mutation, stock: Path) -> tuple[bool, str]:
+    """Whether the tests notice it, and which of them did."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copytree(stock, Path(folder, "copy"))
+        path = copy / PACKAGE / mutation.file
+        path.write_text(path.read_text().replace(mutation.text, mutation.put))
+        status, said = run_tests(copy, (mutation.first,))
+        if status == 0:
+            status, said = run_tests(copy, mutation.tests)
+    if status not in (0, 1):  # neither passed nor failed: then nothing has been found out
+        raise RuntimeError(f"{mutation.name}: pytest could not be run, {said}")
+    return status != 0, said
+
+
+def check_texts() -> list[str]:
+    """What is wrong with the list: texts that are not in their files exactly once."""
+    wrong = []
+    for each in MUTATIONS:
+        count = (ROOT / PACKAGE / each.file).read_text().count(each.text)
+        if count != 1:
+            wrong.append(f"{each.name}: {count} times in {each.file}: {each.text!r}")
+    return wrong
+
+
+def main() -> int:
+    """Runs them and prints the score; 1 if it is too low, 2 if it could not be found out."""
+    word = " ".join(sys.argv[1:])
+    chosen = [each for each in MUTATIONS if word in f"{each.file}: {each.name}"]
+    wrong = check_texts()
+    if wrong or not chosen:
+        print(*(wrong or [f"no mutation is named {word!r}"]), sep="\n")
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        stock = copy_of(Path(folder))
+        # Those that notice must pass without any mutation, or they notice nothing.
+        status, said = run_tests(stock, tuple(dict.fromkeys(each.first for each in chosen)))
+        if status:
+            print(f"the tests fail without any mutation: {said}")
+            return 2
+        start = time.monotonic()
+        killed = 0
+        expected = [each for each in chosen if not each.survives]
+        for mutation in chosen:
+            noticed, test = try_out(mutation, stock)
+            killed += noticed and not mutation.survives
+            verdict = "noticed" if noticed else "SURVIVED"
+            why = test.split(" - ")[0].split("::")[-1] if noticed else mutation.survives
+            print(f"{verdict:9} {mutation.file}: {mutation.name}  {why}", flush=True)
+    score = killed / max(len(expected), 1)
+    print(
+        f"{killed} of {len(expected)} noticed ({score:.0%}), "
+        f"{len(chosen) - len(expected)} that cannot be, in {time.monotonic() - start:.0f} s"
+    )
+    return int(score < LEAST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
