@@ -124,8 +124,8 @@ def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) ->
             )
         if mesh.axis_types[mesh.axis_names.index(name)] is AxisType.Manual:
             raise ValueError(
-                f"{caller}: mesh must have axes of type Auto or Explicit, got Manual for {name!r}. "
-                "data_mesh() makes such a mesh; inside a shard_map that maps the axis already, call "
+                f"{caller}: mesh must have axes of type Auto or Explicit, got Manual for {name!r}."
+                " data_mesh() makes such a mesh; inside a shard_map that maps the axis already, call "
                 "value_and_grad with axis_name=."
             )
         size *= mesh.shape[name]
