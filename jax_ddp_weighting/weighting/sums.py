@@ -4,7 +4,7 @@ Whatever leaves an example out, or makes it count less, is a weight here: paddin
 labels, class weights, token weights, fractional weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -56,7 +56,7 @@ class WeightedSum:
 
     total: Any
     weight: Any
-    beyond: Any = None
+    beyond: Any = field(default=None, repr=False)  # None almost everywhere
 
     def __add__(self, other: "WeightedSum") -> "WeightedSum":
         if not isinstance(other, WeightedSum):
