@@ -9,7 +9,7 @@ demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadgroup
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope
 
 # The comparisons with live torch and grain, which the base suite does without.
 test-torch: $(VENV)/.installed-torch

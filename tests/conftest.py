@@ -1,5 +1,10 @@
 """For the whole suite: eight faked CPU devices, annotations checked, no rank promotion."""
 
+import gc
+import re
+from functools import cache
+from pathlib import Path
+
 import jax
 import pytest
 from jaxtyping import install_import_hook
@@ -12,16 +17,38 @@ from jax_ddp_weighting import force_cpu_devices  # noqa: E402 - after the hook
 # those need torch and grain, a browser, or the package index: `make test-torch` and so on
 collect_ignore = ["live", "peers", "browser", "package"]
 
+ROOT = Path(__file__).parents[1]
+
 force_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_xdist_make_scheduler(config, log):
     """Under pytest-xdist a file stays on one worker, which compiles what its tests share.
 
     All tests that start several processes share a worker: they compete for the cores as it is.
+    (`--dist=loadgroup` would do, but pytest 9.2 does not see the groups of xdist 3.8.)
     """
-    for item in items:
-        several = hasattr(item.module, "processes") or "processes" in item.module.__name__
-        group = "processes" if several else item.module.__name__
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::", 1)[0]
+            return "processes" if starts_processes(file) else file
+
+    return ByFile(config, log)
+
+
+@cache
+def starts_processes(file):
+    return re.search(
+        r"^(import|from) processes\b|multiprocess", (ROOT / file).read_text(), re.MULTILINE
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_do_not_pile_up():
+    """What a file has compiled is dropped after it: some thousand programs slow down every next."""
+    yield
+    jax.clear_caches()
+    gc.collect()

@@ -64,9 +64,11 @@ def test_every_program_shows_its_output():
 
 def test_the_case_that_is_shown_can_be_proved(tmp_path, monkeypatch):
     (case,) = re.findall(
-        r"```python\n(.*?)```\n\n## diagnose", (DOCS / "command-line.md").read_text(), re.DOTALL
+        r"```python\n((?:(?!```).)*?^def case\(\):.*?)```",
+        (DOCS / "command-line.md").read_text(),
+        re.DOTALL | re.MULTILINE,
     )
-    (tmp_path / "shown_case.py").write_text(case.split("```python\n")[-1])
+    (tmp_path / "shown_case.py").write_text(case)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert cli.run(["parity", "shown_case:case", "--split", "2,1", "--engine", "vmap"]) == 0

@@ -111,6 +111,7 @@ def batches(
         "num_replicas": plan.num_replicas,
         "batch_size": plan.batch_size,
         "steps": steps,
+        "start": plan.start,
         "epoch": epoch,
         "start_step": start_step,
         "library_version": __version__,

@@ -207,12 +207,15 @@ def update_running(
     running: Statistics, batch: Statistics, present: Array, momentum: float
 ) -> Statistics:
     """The new running averages; the old ones where nothing in the step has weight."""
-    new = tuple(
+
+    def update(old: Array, each: Array) -> Array:
         # no gradient: what is kept for later steps is no part of this step's loss
-        (momentum * old + (1 - momentum) * lax.stop_gradient(each).astype(old.dtype))
-        for old, each in zip(running, batch, strict=True)
-    )
-    return choose(present, new, running)
+        each = lax.stop_gradient(each)
+        if not jnp.iscomplexobj(each):  # the mean of complex inputs is complex, and kept so
+            each = each.astype(old.dtype)
+        return momentum * old + (1 - momentum) * each
+
+    return choose(present, tuple(map(update, running, batch)), running)
 
 
 def choose(present: Array, first: Any, second: Any) -> Any:

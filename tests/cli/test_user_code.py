@@ -158,7 +158,10 @@ def test_json_is_one_document_in_a_process_of_somebody_elses(users, capfd):
 def test_a_command_ends_with_the_process_that_started_it(tmp_path):
     # killed as a time limit kills: nobody is left to pass anything on
     (tmp_path / "slow.py").write_text(SLOW)
-    command = [sys.executable, "-m", "jax_ddp_weighting", "parity", "slow:case"]
+    # a suite that runs in the background was itself started with SIGINT ignored
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    start += "from jax_ddp_weighting.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "parity", "slow:case"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
         while not (tmp_path / "begun").exists():
             assert process.poll() is None
