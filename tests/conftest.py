@@ -23,6 +23,7 @@ force_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.hookimpl(optionalhook=True)  # where xdist is not there, or switched off
 def pytest_xdist_make_scheduler(config, log):
     """Under pytest-xdist a file stays on one worker, which compiles what its tests share.
 

@@ -95,6 +95,8 @@ class CompiledStep:
 
     def replicate(self, tree: Any) -> Any:
         """What is no row, on every device of the mesh; as it is, where it lies there already."""
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
+            return _place_shapes(tree, self._replicated)
         return meshes.place(tree, self._replicated)
 
     def lower(self, carried: Any, batch: Batch, *rest: Any) -> Any:

@@ -68,6 +68,7 @@ class NnxTrainStep:
     ) -> Lowered:
         """JAX's `Lowered` of the step for these arguments: nothing is run."""
         carried = _split(model, optimizer)
+        replicated = self.compiled.replicate(replicated)
         return self.compiled.lower(carried, batch, rng, optimizer_args, replicated)
 
 

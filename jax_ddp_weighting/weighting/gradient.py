@@ -102,7 +102,9 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
 
     Args:
         local: this rank's sum.
-        axis_name: the mapped data axis, or a tuple of axes.
+        axis_name: the mapped data axis, or a tuple of all the axes over which rows lie. One that is
+            left out is not found here, where nothing is known of the parameters, as it is by
+            `value_and_grad`; their gradient comes out too large by its size.
 
     Returns:
         A scalar; 0 where the global weight is 0, and NaN where a rank's is negative or NaN. No
