@@ -125,20 +125,8 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "weighting/gradient.py",
-        (CORNERS, PIECES),
-        (
-            "vary left out of value_and_grad's parameters",
-            "        params = mesh.vary(shared, axis_name)",
-            "        params = shared",
-            "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
-        ),
-        (
-            "vary left out of what a loss function returns",
-            "varied = mesh.vary((pulled, metrics, weights), options.axis_name)",
-            "varied = pulled, metrics, weights",
-            "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
-        ),
+        "weighting/share.py",
+        (CORNERS,),
         (
             "vary left out of rank_share",
             'local = mesh.vary(name_terms(local, None)["loss"], axis_name)',
@@ -156,6 +144,22 @@ MUTATIONS = [
             "share + lax.stop_gradient(share * (ranks - 1))",
             "share * ranks",
             "weighting/test_gradient_corners.py::test_the_share_of_such_a_sum_is_right_under_ones_own_pmean[shard_map]",
+        ),
+    ),
+    *of(
+        "weighting/gradient.py",
+        (CORNERS, PIECES),
+        (
+            "vary left out of value_and_grad's parameters",
+            "        params = mesh.vary(shared, axis_name)",
+            "        params = shared",
+            "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
+        ),
+        (
+            "vary left out of what a loss function returns",
+            "varied = mesh.vary((pulled, metrics, weights), options.axis_name)",
+            "varied = pulled, metrics, weights",
+            "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
         ),
         (
             "gradients averaged over the ranks",

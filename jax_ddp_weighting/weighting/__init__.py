@@ -1,6 +1,7 @@
 """Numerators, denominators, and the one gradient."""
 
-from jax_ddp_weighting.weighting.gradient import GlobalLoss, rank_share, value_and_grad
+from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
+from jax_ddp_weighting.weighting.share import rank_share
 from jax_ddp_weighting.weighting.sums import WeightedSum, valid_labels, weighted_sum
 
 __all__ = [

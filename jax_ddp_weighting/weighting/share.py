@@ -1,0 +1,85 @@
+"""A rank's share of the global mean, for code that averages over ranks by itself."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Scalar
+
+from jax_ddp_weighting.distributed import mesh
+from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.denominators import (
+    sum_over_ranks,
+    sum_step_weights,
+    to_denominators,
+)
+from jax_ddp_weighting.weighting.loss_terms import check_scalars, describe, name_terms
+from jax_ddp_weighting.weighting.sums import WeightedSum, divide
+
+
+def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
+    """The rank's share of the global mean, for code that averages over ranks by its own `pmean`.
+
+    The rule: its value is `total * W / psum(weight)`, so that `pmean` of it is the global mean; and
+    `pmean` of its gradient with respect to replicated parameters is the gradient of the global
+    mean, in every regime. Under the varying-axes check of `shard_map`, JAX has summed that gradient
+    over the ranks already, so there it is scaled without the `W`.
+
+    Where each spelling of the same is right. Two ranks, one weight: rank 0 holds one row of
+    gradient 1, rank 1 three rows of gradient 3, so right is 2.5. `S` and `D` are a rank's total and
+    weight, `W` the number of ranks, `vary` is `jax.lax.pcast(..., to="varying")` of the parameters:
+
+    | inside the mapped function | `shard_map` | `shard_map(check_vma=False)` | `pmap`, `vmap` |
+    |---|---|---|---|
+    | `pmean(grad(rank_share(sum, "data")))` | 2.5 | 2.5 | 2.5 |
+    | `psum(grad(rank_share(sum, "data")))` | 5.0 | 5.0 | 5.0 |
+    | `pmean(grad(S * W / psum(D)))`, the textbook rule | 5.0 | 2.5 | 2.5 |
+    | `psum(grad(S)) / psum(D)` | 5.0 | 2.5 | 2.5 |
+    | `pmean(grad(psum(S) / psum(D)))` | 2.5 | 2.5 | 2.5 |
+    | `grad(psum(S) / psum(D))`, nothing after | 2.5 | 0.5 and 4.5 | 0.5 and 4.5 |
+    | `pmean(grad(S / D))`, the mean of local means | 4.0 | 2.0 | 2.0 |
+    | `vary`, then `psum(grad(S / psum(D)))` | 2.5 | 2.5 | 2.5 |
+    | `vary`, then `pmean(grad(rank_share(sum, "data")))` | 1.25 | 2.5 | 2.5 |
+
+    So do not make parameters varying yourself and use this too. (`pcast` refuses `vmap`; leave it
+    out there.) A sum that has been summed over the ranks already may be given: it is the same sum
+    on every rank, and its mean and gradient are right.
+
+    With microbatches accumulated by hand, give the rank's own weight of the *whole step* with each
+    microbatch's total: `rank_share(WeightedSum(total, weight_of_all_microbatches), axis_name)`.
+
+    Args:
+        local: this rank's sum.
+        axis_name: the mapped data axis, or a tuple of all the axes over which rows lie. One that is
+            left out is not found here, where nothing is known of the parameters, as it is by
+            `value_and_grad`, and the gradient comes out wrong.
+
+    Returns:
+        A scalar; 0 where the global weight is 0, and NaN where a rank's is negative or NaN. No
+        gradient flows into the weight.
+
+    Raises:
+        TypeError: `local` is not a `WeightedSum`.
+        ValueError: the axis is not mapped here.
+
+    Example:
+        >>> def loss(w, x, weights):
+        ...     return rank_share(weighted_sum(w * x, weights), "data")
+        >>> x, weights = jnp.array([[1.0, 0.0], [3.0, 5.0]]), jnp.array([[1, 0], [1, 1]])
+        >>> gradient = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0), axis_name="data")
+        >>> float(gradient(1.0, x, weights).mean())  # (1 + 3 + 5) / 3
+        3.0
+    """
+    if not isinstance(local, WeightedSum):
+        raise TypeError(
+            f"rank_share: local must be a WeightedSum, got {describe(local)}. weighted_sum("
+            "losses, weights) makes one; a mean has lost its denominator."
+        )
+    ranks = mesh.axis_size(axis_name, caller="rank_share")
+    check_scalars({"local": local}, returned_by="rank_share: local")
+    # Varying, also where it is the same on every rank, so that every rank pulls it back.
+    local = mesh.vary(name_terms(local, None)["loss"], axis_name)
+    weights = sum_step_weights(None, {"local": local}, accepted=False)
+    whole = to_denominators(sum_over_ranks(weights, axis_name), None)
+    share = jnp.where(whole.bad == 0, divide(local.total, whole.terms["local"]), jnp.nan)
+    if mesh.is_checked(axis_name):
+        return share + lax.stop_gradient(share * (ranks - 1))
+    return share * ranks
