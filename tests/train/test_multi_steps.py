@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp  # flax brings it
 import pytest
 from flax import serialization
 from jax.sharding import PartitionSpec
@@ -200,7 +201,6 @@ def through_flax(state, like, _):
 
 
 def through_orbax(state, like, folder):
-    ocp = pytest.importorskip("orbax.checkpoint")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "state", state)
         checkpointer.wait_until_finished()
