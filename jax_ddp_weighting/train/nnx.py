@@ -26,6 +26,7 @@ from jax_ddp_weighting.train.step import (
     check_takes,
     global_step,
 )
+from jax_ddp_weighting.weighting.divisors import Divisors
 from jax_ddp_weighting.weighting.loss_terms import LossFn
 
 
@@ -85,6 +86,8 @@ def make_nnx_train_step(
     microbatches: int = 1,
     engine: str = "shard_map",
     coefficients: Mapping[str, Any] | None = None,
+    divisors: Divisors | None = None,
+    skip_empty: bool = True,
     rng_per: str = "rank",
     grad_norm: bool = False,
     donate: bool = True,
@@ -106,6 +109,8 @@ def make_nnx_train_step(
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
         coefficients: one factor per term; 0 for one that is only to be reported.
+        divisors: what terms are divided by in place of their weights, as in `make_train_step`.
+        skip_empty: whether a step in which nothing has weight is skipped, as in `make_train_step`.
         rng_per: `"rank"` folds the rng, and the model's own random streams, with the rank; the
             global view of `jit` has one for all rows. `"example"` gives `loss_fn` an array of keys
             `[rows]`, each made of the rng and the row's id alone, and refuses a model that draws
@@ -145,7 +150,15 @@ def make_nnx_train_step(
         (True, 20)
     """
     options = StepOptions(
-        "make_nnx_train_step", mesh, microbatches, engine, coefficients, rng_per, axis_name
+        caller="make_nnx_train_step",
+        mesh=mesh,
+        microbatches=microbatches,
+        engine=engine,
+        coefficients=coefficients,
+        rng_per=rng_per,
+        axis_name=axis_name,
+        divisors=divisors,
+        skip_empty=skip_empty,
     )
 
     def step(
@@ -172,7 +185,7 @@ def make_nnx_train_step(
             return nnx.state(model, optimizer.wrt), updated
 
         tx, opt_state, pure = optimizer.tx, optimizer.opt_state, nnx.as_pure(gradients)
-        offered = make_arguments(tx, opt_state, report, pure, evaluate, coefficients)
+        offered = make_arguments(tx, opt_state, report, pure, evaluate, options)
         given = nnx.as_pure(extra)
         (params, optimizer), stepped = run_optimizer(
             tx, opt_state, offered, given, report.skipped, apply, (params, optimizer)

@@ -24,6 +24,7 @@ from jax_ddp_weighting.train.step import (
     check_takes,
     global_step,
 )
+from jax_ddp_weighting.weighting.divisors import Divisors
 from jax_ddp_weighting.weighting.loss_terms import LossFn
 
 
@@ -66,6 +67,8 @@ def make_train_step(
     microbatches: int = 1,
     engine: str = "shard_map",
     coefficients: Mapping[str, Any] | None = None,
+    divisors: Divisors | None = None,
+    skip_empty: bool = True,
     mutable: str | Sequence[str] = (),
     rng_per: str = "rank",
     grad_norm: bool = False,
@@ -77,7 +80,7 @@ def make_train_step(
     The rule: the gradient of the global weighted mean is applied once per step. A step in which
     nothing has weight changes nothing: not the parameters, not the optimizer's state, not the count
     that schedules read, no collection. (A zero gradient would not do: AdamW moves parameters on
-    one.)
+    one. Who wants it all the same says `skip_empty=False`.)
 
     What is to be reported beside the loss, such as an accuracy, is a term of coefficient 0: it is
     counted over all ranks and microbatches like the loss, and pulls on nothing. Loss scaling and
@@ -92,6 +95,14 @@ def make_train_step(
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
         coefficients: one factor per term.
+        divisors: by term what it is divided by in place of its weight over the whole step: a
+            number, or a function of that weight; see `value_and_grad`. A term with a divisor makes
+            a step count wherever the divisor is above 0, with accepted rows or without: one with a
+            constant is never skipped. A window of `weighted_multi_steps` is divided by weights,
+            and takes none for the term that pulls.
+        skip_empty: whether a step in which nothing that pulls has weight (or a divisor above 0) is
+            skipped. With False the optimizer is given a gradient of 0 then, and the collections
+            move on; a step of bad weights changes nothing all the same.
         mutable: names of flax collections that the model updates, such as `"batch_stats"`, each a
             field of the state. `loss_fn` is then given variables in place of parameters,
             `{"params": ..., "batch_stats": ...}`, and returns `(sums, updates)`, the updates as
@@ -187,7 +198,15 @@ def make_train_step(
         (True, 1.0)
     """
     options = StepOptions(
-        "make_train_step", mesh, microbatches, engine, coefficients, rng_per, axis_name
+        caller="make_train_step",
+        mesh=mesh,
+        microbatches=microbatches,
+        engine=engine,
+        coefficients=coefficients,
+        rng_per=rng_per,
+        axis_name=axis_name,
+        divisors=divisors,
+        skip_empty=skip_empty,
     )
     names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
     gradient = global_step(_with_collections(loss_fn, names), options)
@@ -208,9 +227,7 @@ def make_train_step(
             bound = bound.apply_gradients(grads=gradients, **collections)
             return bound.replace(tx=state.tx)
 
-        offered = make_arguments(
-            state.tx, state.opt_state, report, gradients, evaluate, coefficients
-        )
+        offered = make_arguments(state.tx, state.opt_state, report, gradients, evaluate, options)
         state, stepped = run_optimizer(
             state.tx, state.opt_state, offered, extra, report.skipped, apply, state
         )

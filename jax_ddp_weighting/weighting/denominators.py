@@ -1,6 +1,6 @@
 """What a step is divided by: the weights of its terms over all rows, microbatches and ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -79,11 +79,11 @@ class Denominators(NamedTuple):
     """What a step is divided by, the same on every rank.
 
     Attributes:
-        bad: how many weights of the step cannot count.
+        bad: how many weights of the step cannot count, and divisors.
         accepted: the weight of all ranks' rows; None where nobody asks for it.
-        terms: what each term is divided by, a float.
-        weights: the same as it is reported: an integer where weights are integers.
-        beyond: what an integer of 32 bits leaves out of it, or None.
+        terms: what each term is divided by, a float: its weight, or the divisor it was given.
+        weights: its weight as it is reported: an integer where weights are integers.
+        beyond: what an integer of 32 bits leaves out of that, or None.
     """
 
     bad: Array
@@ -93,13 +93,23 @@ class Denominators(NamedTuple):
     beyond: dict[str, Array | None]
 
 
-def to_denominators(step: StepWeights, coefficients: Mapping[str, Any] | None) -> Denominators:
+def to_denominators(
+    step: StepWeights,
+    coefficients: Mapping[str, Any] | None,
+    divisors_of: Callable[[dict[str, Array]], dict[str, Array]] | None = None,
+) -> Denominators:
     """What to divide by, of the weights summed over the whole step.
 
     The rule: all are 0 where any weight of the step is bad, so that it counts for nothing, as a
     step without weight does. And with `M` the weight of missing ranks and `V` that of those
     present, every term that pulls is divided by `1 + M / V` times its weight, whatever it is
     weighed in.
+
+    Args:
+        step: the sums.
+        coefficients: one factor per term, or None for a loss of one.
+        divisors_of: of the weights, stretched so, the divisors of the terms that have one. One that
+            is negative, NaN or infinite is as bad as such a weight.
     """
     good = step.bad == 0
     sums = jax.tree.map(lambda leaf: jnp.where(good, leaf, 0), step)
@@ -115,7 +125,18 @@ def to_denominators(step: StepWeights, coefficients: Mapping[str, Any] | None) -
     accepted = None if sums.accepted is None else to_report(sums.accepted)[0]
     weights = {name: weight for name, (weight, _) in reported.items()}
     beyond = {name: rest for name, (_, rest) in reported.items()}
-    return Denominators(step.bad, accepted, terms, weights, beyond)
+    found = Denominators(step.bad, accepted, terms, weights, beyond)
+    return found if divisors_of is None else _divide_otherwise(found, divisors_of(terms))
+
+
+def _divide_otherwise(found: Denominators, divisors: dict[str, Array]) -> Denominators:
+    """The same with other divisors for some terms; all 0 where one of these is bad."""
+    bad = jnp.sum(jnp.stack([is_bad(each) for each in divisors.values()]).astype(jnp.int32))
+    # of a step that was bad before, its weights are 0, and what was made of them says nothing
+    bad = jnp.where(found.bad == 0, bad.astype(found.bad.dtype), found.bad)
+    divided = found._replace(terms={**found.terms, **divisors})
+    cleared = jax.tree.map(lambda leaf: jnp.where(bad == 0, leaf, jnp.zeros_like(leaf)), divided)
+    return cleared._replace(bad=bad)
 
 
 def sum_over_ranks(sums: T, axis_name: AxisName | None) -> T:

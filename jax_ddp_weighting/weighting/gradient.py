@@ -11,7 +11,7 @@ are summed over the ranks once.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,12 @@ from jax_ddp_weighting.weighting.denominators import (
     sum_over_ranks,
     sum_step_weights,
     to_denominators,
+)
+from jax_ddp_weighting.weighting.divisors import (
+    Divisors,
+    apply_divisors,
+    check_divisors,
+    check_terms,
 )
 from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import (
@@ -58,14 +64,27 @@ class GlobalLoss:
             cannot hold it, it is 2**31 - 1 and the rest is in `beyond`, so that the mean is right.
         bad_weights: how many weights of the step cannot count, because they are negative, NaN,
             infinite, or a sum that passed 2**31 before it came here: rows of a `Batch`; and where
-            no row is bad, or no `Batch` was given, terms, on each rank and microbatch. If there are
-            any, nothing is counted: the value is NaN, and the gradient and all terms are 0, as in a
-            step without weight.
+            no row is bad, or no `Batch` was given, terms, on each rank and microbatch; and, where
+            all weights are good, divisors. If there are any, nothing is counted: the value is NaN,
+            and the gradient and all terms are 0, as in a step without weight.
+        divisors: what a term was divided by in place of its weight, a scalar of at least float32,
+            by the name of each term that was given a divisor.
     """
 
     value: Any
     terms: dict[str, WeightedSum]
     bad_weights: Any = 0
+    divisors: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def means(self) -> dict[str, Array]:
+        """Each term over its divisor, or else its weight, before its coefficient; 0 over 0."""
+        return {
+            name: divide(term.whole().total, self.divisors[name])
+            if name in self.divisors
+            else term.mean()
+            for name, term in self.terms.items()
+        }
 
 
 def value_and_grad(
@@ -74,14 +93,15 @@ def value_and_grad(
     axis_name: AxisName | None = None,
     microbatches: int = 1,
     coefficients: Mapping[str, Any] | None = None,
+    divisors: Divisors | None = None,
     has_aux: bool = False,
     has_state: bool = False,
 ) -> Callable[..., tuple[Any, PyTree]]:
     """The global weighted mean and its gradient, the same in every regime and on every rank.
 
     The rule: `sum over terms of coefficient * (total / weight)`, each term over its own weight
-    summed over all ranks and microbatches, divided once. A term of weight 0 contributes value 0 and
-    gradient 0.
+    summed over all ranks and microbatches, divided once; or over the divisor that it is given. A
+    term of weight 0, or of divisor 0, contributes value 0 and gradient 0.
 
     With several microbatches the weights are summed first, in a pass whose forward computation XLA
     removes because only the weights are used; the gradients are then accumulated by `lax.scan`, in
@@ -100,6 +120,18 @@ def value_and_grad(
         coefficients: one factor per term, for loss functions that return a dict. A term of
             coefficient 0 is a metric: it is summed and reported, and pulls no gradient. Of a traced
             coefficient nothing is known beforehand, so its term is no metric, even where it is 0.
+        divisors: by term (the one unnamed term is `"loss"`) what it is divided by in place of its
+            weight, whatever the regime and however many ranks and microbatches there are. A number,
+            finite and at least 0, such as the expected size of a batch. Or a function of the term's
+            weight over the whole step, called once per step: `lambda weight:
+            jnp.maximum(weight, 1)`. It is given a float scalar (float32, or float64 under x64, also
+            where weights are integers; in batches of `join_batches` stretched by what is missing,
+            as `Batch.missing` says) and returns a real scalar; one that is negative, NaN or
+            infinite makes the step a bad one (`GlobalLoss.bad_weights`). If it names `replicated`
+            too, it is given that of the step: `lambda weight, *, replicated:
+            0.9 * replicated["ema"] + 0.1 * weight` is a moving average, whose next `ema` is
+            `loss.divisors["loss"]`. No gradient flows into divisors. A metric may have one; a term
+            of `WeightedSum.once` may not, since its weight counts ranks and microbatches.
         has_aux: `loss_fn` returns `(sums, aux)`.
         has_state: `loss_fn(params, batch, state=state)` returns `(sums, state)`, or
             `(sums, state, aux)`. A state is what a model keeps beside its parameters, such as
@@ -119,9 +151,11 @@ def value_and_grad(
 
     Raises:
         TypeError: `loss_fn` returns anything but `WeightedSum`s, or a term that pulls has a total
-            that is no float; parameters are not floats; a state is given without `has_state`.
+            that is no float; parameters are not floats; a state is given without `has_state`; a
+            divisor is no number.
         ValueError: leaves of the batch differ in their number of rows, or the microbatches do not
-            divide it; `coefficients` do not name the terms; the axis is not mapped, or rows lie
+            divide it; `coefficients` do not name the terms; a divisor is for no term, no scalar,
+            negative or NaN; the axis is not mapped, or rows lie
             over another one too; the state comes back in another shape, or not the same on every
             rank (both as far as types tell: in `shard_map` with its varying-axes check).
 
@@ -147,9 +181,23 @@ def value_and_grad(
         >>> loss, gradient = step(2.0, batch, replicated=jnp.array([3.0, 1.0]))
         >>> float(gradient)  # (3 * 1 + 1 * 9) / 6
         2.0
+
+        A divisor from outside, such as the length that all answers are divided by:
+
+        >>> batch = jnp.array([1.0, 3.0, 3.0, 3.0]), jnp.array([1, 1, 1, 0])
+        >>> step = value_and_grad(loss_fn, microbatches=2, divisors={"loss": 50.0})
+        >>> loss, gradient = step(2.0, batch)
+        >>> round(float(gradient), 4), int(loss.terms["loss"].weight), float(loss.divisors["loss"])
+        (0.14, 3, 50.0)
     """
     options = GradientOptions(
-        loss_fn, axis_name, microbatches, coefficients, has_aux=has_aux, has_state=has_state
+        loss_fn,
+        axis_name,
+        microbatches,
+        coefficients,
+        divisors,
+        has_aux=has_aux,
+        has_state=has_state,
     )
 
     def global_value_and_grad(
@@ -180,6 +228,7 @@ class GradientOptions:
         axis_name: the mapped data axis; None for the global view.
         microbatches: how many microbatches the rows are split into.
         coefficients: one factor per term, or None for a loss of one term.
+        divisors: what terms are divided by that have a divisor, by name.
         has_aux: whether `loss_fn` returns auxiliary output.
         has_state: whether it takes and returns a state.
         has_accepted: whether the weight of the batch's rows is summed too, as a training step asks.
@@ -189,6 +238,7 @@ class GradientOptions:
     axis_name: AxisName | None = None
     microbatches: int = 1
     coefficients: Mapping[str, Any] | None = None
+    divisors: Divisors | None = None
     has_aux: bool = False
     has_state: bool = False
     has_accepted: bool = False
@@ -196,6 +246,8 @@ class GradientOptions:
     def __post_init__(self) -> None:
         checked = check_microbatches("value_and_grad: microbatches", self.microbatches)
         object.__setattr__(self, "microbatches", checked)
+        divisors = check_divisors(self.divisors, self.coefficients, caller="value_and_grad")
+        object.__setattr__(self, "divisors", divisors)
 
     @property
     def factors(self) -> Mapping[str, Any]:
@@ -284,7 +336,8 @@ def _report(
             beyond = WeightedSum(*(jnp.zeros(()) if each is None else each for each in rests))
         terms[name] = WeightedSum(total, weight, beyond)
     value = jnp.where(divided_by.bad == 0, value, jnp.nan)
-    return GlobalLoss(value, terms, divided_by.bad)
+    divisors = {name: divided_by.terms[name] for name in options.divisors or ()}
+    return GlobalLoss(value, terms, divided_by.bad, divisors)
 
 
 class Sums(NamedTuple):
@@ -330,6 +383,7 @@ def call_loss(
         out = options.loss_fn(params, *args, **given)
         sums, *aux = unpack(out, "aux") if options.has_aux else (out,)
     terms = name_terms(sums, options.coefficients)
+    check_terms(sums, options.divisors or {})
     check_axes(terms, options.axis_name, params)
     pulls = {name for name in terms if has_gradient(options.factors[name])}
     check_totals({name: terms[name] for name in terms if name in pulls})
@@ -343,8 +397,18 @@ def call_loss(
     return pulled, Sums(metrics, weights, state, aux)
 
 
-def _divide_by(options: GradientOptions, weights: StepWeights) -> Denominators:
-    return to_denominators(sum_over_ranks(weights, options.axis_name), options.coefficients)
+def _divide_by(options: GradientOptions, weights: StepWeights, rows: Rows) -> Denominators:
+    over_ranks = sum_over_ranks(weights, options.axis_name)
+    if not options.divisors:
+        return to_denominators(over_ranks, options.coefficients)
+    # here, where the whole step's weights are known, outside the loop over microbatches
+    divisors_of = partial(
+        apply_divisors,
+        options.divisors,
+        replicated=rows.replicated,
+        axis_name=options.axis_name,
+    )
+    return to_denominators(over_ranks, options.coefficients, divisors_of)
 
 
 class Pulled(NamedTuple):
@@ -389,7 +453,7 @@ def pull_back(
     totals, pull, sums = jax.vjp(
         lambda params: call_loss(options, params, rows, state, shared=shared), params, has_aux=True
     )
-    whole = _divide_by(options, sums.weights) if divided_by is None else divided_by
+    whole = _divide_by(options, sums.weights, rows) if divided_by is None else divided_by
     cotangents = {
         name: _like(
             divide(jnp.asarray(options.factors[name], total.dtype), whole.terms[name]), total
@@ -416,7 +480,7 @@ def _accumulate(
         return sums.state, sums.weights
 
     _, weights = lax.scan(weigh, state, numbers)
-    whole = _divide_by(options, jax.tree.map(partial(jnp.sum, axis=0), weights))
+    whole = _divide_by(options, jax.tree.map(partial(jnp.sum, axis=0), weights), rows)
 
     def add(carry: tuple[PyTree, PyTree], k: Array) -> tuple[Any, Any]:
         gradients, state = carry

@@ -37,7 +37,7 @@ def check_scalars(
         ValueError: one is no scalar.
     """
     for name, each in terms.items():
-        if not (_is_number(each.total) and _is_number(each.weight, real=True)):
+        if not (is_number(each.total) and is_number(each.weight, real=True)):
             raise TypeError(
                 f"{returned_by} must return sums of numbers, got total {describe(each.total)} and "
                 f"weight {describe(each.weight)} for {called}{name!r}. weighted_sum makes them."
@@ -49,7 +49,8 @@ def check_scalars(
             )
 
 
-def _is_number(value: Any, *, real: bool = False) -> bool:
+def is_number(value: Any, *, real: bool = False) -> bool:
+    """Whether it is a number, or an array of numbers of any shape; bools count as such."""
     if not hasattr(value, "dtype"):
         return isinstance(value, int | float | (int if real else complex))
     kinds = (jnp.bool_, jnp.integer, jnp.floating if real else jnp.inexact)

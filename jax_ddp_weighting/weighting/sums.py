@@ -5,6 +5,7 @@ labels, class weights, token weights, fractional weights.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +30,12 @@ from jax_ddp_weighting.weighting.counts import (
 from jax_ddp_weighting.weighting.dtypes import widen
 
 
-@jax.tree_util.register_dataclass
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["total", "weight", "beyond"],
+    meta_fields=[],
+    drop_fields=["counted_once"],
+)
 @dataclass(frozen=True)
 class WeightedSum:
     """A numerator and a denominator that are kept apart until the one division.
@@ -57,6 +63,9 @@ class WeightedSum:
     total: Any
     weight: Any
     beyond: Any = field(default=None, repr=False)  # None almost everywhere
+    # A note of what `once` has made, in no pytree: lost in transformations, it decides nothing but
+    # whether a loss function's term is refused a divisor.
+    counted_once: bool = field(default=False, repr=False, compare=False, kw_only=True)
 
     def __add__(self, other: "WeightedSum") -> "WeightedSum":
         if not isinstance(other, WeightedSum):
@@ -110,7 +119,8 @@ class WeightedSum:
                 parameters.
 
         Returns:
-            A `WeightedSum` of integer weight 1 or 0.
+            A `WeightedSum` of integer weight 1 or 0. It takes no divisor in `value_and_grad`, for
+            its total is added up over ranks and microbatches: what scales it is its coefficient.
 
         Example:
             >>> nll = WeightedSum(jnp.float32(6.0), jnp.int32(4))
@@ -119,7 +129,8 @@ class WeightedSum:
             0.25
         """
         present = jnp.asarray(self.weight) > 0
-        return WeightedSum(jnp.where(present, value, 0.0), present.astype(jnp.int32))
+        value, weight = jnp.where(present, value, 0.0), present.astype(jnp.int32)
+        return WeightedSum(value, weight, counted_once=True)
 
 
 def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
