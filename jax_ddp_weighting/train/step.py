@@ -24,6 +24,8 @@ from jax_ddp_weighting.weighting.gradient import (
 )
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
 from jax_ddp_weighting.weighting.microbatches import check_rows
+from jax_ddp_weighting.weighting.named_arguments import find_for_loss
+from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics
 
 STEP_ENGINES = ("shard_map", "jit", "pmap")
 RNG_PER = ("rank", "example")
@@ -79,6 +81,7 @@ class StepOptions:
         axis_name: the data axis.
         divisors: what terms are divided by that have a divisor, or None.
         skip_empty: whether a step in which nothing has weight is skipped.
+        statistics: what is summed over the step before any loss is taken, or None.
     """
 
     caller: str
@@ -90,6 +93,7 @@ class StepOptions:
     axis_name: AxisName
     divisors: Divisors | None = None
     skip_empty: bool = True
+    statistics: Statistics | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("engine", STEP_ENGINES), ("rng_per", RNG_PER)):
@@ -113,6 +117,7 @@ class StepOptions:
                 f"{self.caller}: skip_empty must be True or False, got {self.skip_empty!r}. False "
                 "gives the optimizer a gradient of 0 where nothing in a batch has weight."
             )
+        check_statistics(self.statistics, caller=self.caller)
         if isinstance(self.mesh, AbstractMesh):
             raise TypeError(
                 f"{self.caller}: mesh must have devices, got an AbstractMesh. data_mesh() makes a "
@@ -127,18 +132,26 @@ class StepOptions:
         """The number of ranks on the data axis."""
         return meshes.num_ranks(self.mesh, self.axis_name, caller=self.caller)
 
+    def find_for_loss(self, loss_fn: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        """What of `given` the user's loss function is given by name."""
+        others = [*(self.divisors or {}).values(), self.statistics]
+        return find_for_loss(loss_fn, given, others)
+
     @property
     def mapped_axis(self) -> AxisName | None:
         """The axis that a loss function sees; none in the global view of `jit`."""
         return None if self.engine == "jit" else self.axis_name
 
 
-def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[..., Any]:
+def global_step(
+    loss_fn: Callable[..., Any], options: StepOptions, statistics: Statistics | None
+) -> Callable[..., Any]:
     """The gradient of a step over all ranks, and the state that its model keeps.
 
     Args:
         loss_fn: `loss_fn(params, batch, [rng], state=state)` returns `(sums, state)`.
         options: how it is run.
+        statistics: `statistics(params, batch, state=state)`, the options' own, or None.
 
     Returns:
         A function `(params, state, batch, rng, replicated) -> (StepReport, gradients, state)` to be
@@ -151,6 +164,7 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         options.microbatches,
         options.coefficients,
         options.divisors,
+        statistics,
         has_state=True,
         has_accepted=True,
     )
@@ -234,7 +248,7 @@ def check_takes(
         loss_fn: what will be called.
         names: its positional arguments in order, for the error.
         count: how many they are.
-        given: what comes by name, `replicated` or nothing.
+        given: what comes by name, such as `replicated`.
     """
     signature = inspect.signature(loss_fn)
     try:
@@ -242,8 +256,9 @@ def check_takes(
     except TypeError:
         if given:
             raise TypeError(
-                f"{caller}: loss_fn must take ({names}, *, replicated) when the step is given "
-                f"replicated, got {signature}. Give it only what the loss function takes."
+                f"{caller}: loss_fn must take ({names}, *, {', '.join(given)}) when the step is "
+                f"given {' and '.join(given)}, got {signature}. Give it only what the loss "
+                "function takes."
             ) from None
         rng = "an rng" if count == 3 else "no rng"
         raise TypeError(

@@ -1,10 +1,11 @@
 """What a step is divided by: the weights of its terms over all rows, microbatches and ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -140,7 +141,7 @@ def _divide_otherwise(found: Denominators, divisors: dict[str, Array]) -> Denomi
 
 
 def sum_over_ranks(sums: T, axis_name: AxisName | None) -> T:
-    """Sums each over the ranks, with one all-reduce per dtype instead of one per scalar."""
+    """Sums each over the ranks, with one all-reduce per dtype instead of one per array."""
     sums = _carry(sums)  # after microbatches were added, and before ranks are
     if axis_name is None:
         return sums
@@ -154,10 +155,20 @@ def sum_over_ranks(sums: T, axis_name: AxisName | None) -> T:
             leaves[at] = sums.bad.astype(dtypes[0])
     for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
         places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        summed = lax.psum(jnp.stack([leaves[i] for i in places]), axis_name)
+        summed = _sum_each_over_ranks([leaves[i] for i in places], axis_name)
         for i, place in enumerate(places):
             leaves[place] = summed[i]
     return _carry(structure.unflatten(leaves))
+
+
+def _sum_each_over_ranks(leaves: list[Array], axis_name: AxisName) -> Sequence[Array]:
+    """Arrays of one dtype, by one all-reduce."""
+    if all(leaf.ndim == 0 for leaf in leaves):
+        return lax.psum(jnp.stack(leaves), axis_name)
+    summed = lax.psum(jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]), axis_name)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    parts = [summed[end - leaf.size : end] for leaf, end in zip(leaves, ends, strict=True)]
+    return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
 
 
 def _carry(sums: T) -> T:

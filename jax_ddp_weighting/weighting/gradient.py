@@ -49,6 +49,8 @@ from jax_ddp_weighting.weighting.loss_terms import (
     unpack,
 )
 from jax_ddp_weighting.weighting.microbatches import Rows, check_rows, take_microbatch
+from jax_ddp_weighting.weighting.named_arguments import find_for_loss
+from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics, sum_statistics
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 
@@ -69,12 +71,14 @@ class GlobalLoss:
             and the gradient and all terms are 0, as in a step without weight.
         divisors: what a term was divided by in place of its weight, a scalar of at least float32,
             by the name of each term that was given a divisor.
+        statistics: those of the whole step, as the loss function was given them; None without.
     """
 
     value: Any
     terms: dict[str, WeightedSum]
     bad_weights: Any = 0
     divisors: dict[str, Any] = field(default_factory=dict)
+    statistics: Any = None
 
     @property
     def means(self) -> dict[str, Array]:
@@ -94,6 +98,7 @@ def value_and_grad(
     microbatches: int = 1,
     coefficients: Mapping[str, Any] | None = None,
     divisors: Divisors | None = None,
+    statistics: Statistics | None = None,
     has_aux: bool = False,
     has_state: bool = False,
 ) -> Callable[..., tuple[Any, PyTree]]:
@@ -132,6 +137,15 @@ def value_and_grad(
             0.9 * replicated["ema"] + 0.1 * weight` is a moving average, whose next `ema` is
             `loss.divisors["loss"]`. No gradient flows into divisors. A metric may have one; a term
             of `WeightedSum.once` may not, since its weight counts ranks and microbatches.
+        statistics: `statistics(params, batch)` returns a pytree of arrays, sums over the rows that
+            it is given. They are added up over microbatches and ranks before any loss is taken, and
+            handed on as `loss_fn(..., statistics=...)`, the same to every rank and microbatch, and
+            in `GlobalLoss.statistics`: the share of tokens of each expert, the size of each class,
+            a global normaliser. No gradient flows through them. Floats come in float32 at least;
+            integers are added up exactly, to 2**47, and come as floats. It is given `rng`, `state`
+            and `replicated` too, as the loss function is, where its signature names them by these
+            names and the step has them; the state is that before the step in every microbatch.
+            Costs one more forward pass of this function, and one all-reduce per dtype.
         has_aux: `loss_fn` returns `(sums, aux)`.
         has_state: `loss_fn(params, batch, state=state)` returns `(sums, state)`, or
             `(sums, state, aux)`. A state is what a model keeps beside its parameters, such as
@@ -145,17 +159,19 @@ def value_and_grad(
         `aux` coming last with both. `batch` is a pytree of arrays with one leading axis of rows,
         the same number in every leaf. What is no row goes in as `replicated=`, a pytree that every
         rank and microbatch is given whole, as `loss_fn(..., replicated=...)`: class weights, a
-        teacher, a target network. Gradients have the shapes and dtypes of `params`. `aux` is the
+        teacher, a target network. (A `loss_fn` that does not name it is not given what was meant
+        for a divisor or for statistics that do.) Gradients have the shapes and dtypes of `params`. `aux` is the
         rank's own, stacked along a new leading axis when there are several microbatches. A given
         `rng` is folded with the microbatch's number and passed as `loss_fn(params, batch, rng)`.
 
     Raises:
         TypeError: `loss_fn` returns anything but `WeightedSum`s, or a term that pulls has a total
             that is no float; parameters are not floats; a state is given without `has_state`; a
-            divisor is no number.
+            divisor is no number, or statistics return something else than numbers.
         ValueError: leaves of the batch differ in their number of rows, or the microbatches do not
             divide it; `coefficients` do not name the terms; a divisor is for no term, no scalar,
-            negative or NaN; the axis is not mapped, or rows lie
+            negative or NaN; the shape of a statistic depends on the number of rows, or it was
+            summed over the ranks already; the axis is not mapped, or rows lie
             over another one too; the state comes back in another shape, or not the same on every
             rank (both as far as types tell: in `shard_map` with its varying-axes check).
 
@@ -189,6 +205,19 @@ def value_and_grad(
         >>> loss, gradient = step(2.0, batch)
         >>> round(float(gradient), 4), int(loss.terms["loss"].weight), float(loss.divisors["loss"])
         (0.14, 3, 50.0)
+
+        Classes weighed by how rare they are in the whole step:
+
+        >>> def class_sizes(w, batch):
+        ...     return jnp.zeros(2).at[batch[1]].add(1)
+        >>> def balanced_loss(w, batch, statistics):
+        ...     x, labels = batch
+        ...     return weighted_sum(w * x, 1 / statistics[labels])
+        >>> batch = jnp.array([1.0, 3.0, 3.0, 3.0]), jnp.array([0, 1, 1, 1])
+        >>> step = value_and_grad(balanced_loss, microbatches=2, statistics=class_sizes)
+        >>> loss, gradient = step(2.0, batch)
+        >>> float(gradient)  # (1 + 3) / 2
+        2.0
     """
     options = GradientOptions(
         loss_fn,
@@ -196,6 +225,7 @@ def value_and_grad(
         microbatches,
         coefficients,
         divisors,
+        statistics,
         has_aux=has_aux,
         has_state=has_state,
     )
@@ -229,6 +259,7 @@ class GradientOptions:
         microbatches: how many microbatches the rows are split into.
         coefficients: one factor per term, or None for a loss of one term.
         divisors: what terms are divided by that have a divisor, by name.
+        statistics: what is summed over the step before any loss is taken, or None.
         has_aux: whether `loss_fn` returns auxiliary output.
         has_state: whether it takes and returns a state.
         has_accepted: whether the weight of the batch's rows is summed too, as a training step asks.
@@ -239,6 +270,7 @@ class GradientOptions:
     microbatches: int = 1
     coefficients: Mapping[str, Any] | None = None
     divisors: Divisors | None = None
+    statistics: Statistics | None = None
     has_aux: bool = False
     has_state: bool = False
     has_accepted: bool = False
@@ -248,6 +280,7 @@ class GradientOptions:
         object.__setattr__(self, "microbatches", checked)
         divisors = check_divisors(self.divisors, self.coefficients, caller="value_and_grad")
         object.__setattr__(self, "divisors", divisors)
+        check_statistics(self.statistics, caller="value_and_grad")
 
     @property
     def factors(self) -> Mapping[str, Any]:
@@ -310,6 +343,16 @@ def take_gradient(
         # inside the loop, at every microbatch.
         params = mesh.vary(shared, axis_name)
     rows = Rows(batch, rng, row_keys, replicated)
+    if options.statistics is not None:
+        statistics = sum_statistics(
+            options.statistics,
+            shared,
+            rows,
+            state,
+            microbatches=options.microbatches,
+            axis_name=axis_name,
+        )
+        rows = rows._replace(statistics=statistics)
     take = pull_back if options.microbatches == 1 else _accumulate
     found = take(options, params, rows, state, shared=shared)
     totals, gradients = sum_over_ranks(found.totals, axis_name), found.gradients
@@ -317,12 +360,15 @@ def take_gradient(
         gradients = lax.psum(gradients, axis_name)
     good = found.divided_by.bad == 0
     totals = jax.tree.map(lambda total: jnp.where(good, total, jnp.zeros_like(total)), totals)
-    loss = _report(options, totals, found.divided_by)
+    loss = _report(options, totals, found.divided_by, rows.statistics)
     return StepGradient(loss, gradients, found.divided_by.accepted, found.state, found.aux)
 
 
 def _report(
-    options: GradientOptions, totals: dict[str, Sum], divided_by: Denominators
+    options: GradientOptions,
+    totals: dict[str, Sum],
+    divided_by: Denominators,
+    statistics: PyTree,
 ) -> GlobalLoss:
     terms, value = {}, jnp.zeros(())
     for name, weight in divided_by.weights.items():
@@ -337,7 +383,7 @@ def _report(
         terms[name] = WeightedSum(total, weight, beyond)
     value = jnp.where(divided_by.bad == 0, value, jnp.nan)
     divisors = {name: divided_by.terms[name] for name in options.divisors or ()}
-    return GlobalLoss(value, terms, divided_by.bad, divisors)
+    return GlobalLoss(value, terms, divided_by.bad, divisors, statistics)
 
 
 class Sums(NamedTuple):
@@ -371,6 +417,9 @@ def call_loss(
     keys = rows.rng if rows.keys is None else rows.keys
     args = (rows.batch,) if keys is None else (rows.batch, keys)
     given = {} if rows.replicated is None else {"replicated": rows.replicated}
+    given |= {} if rows.statistics is None else {"statistics": rows.statistics}
+    others = [*(options.divisors or {}).values(), options.statistics]
+    given = find_for_loss(options.loss_fn, given, others)
     if options.has_state:
         named = ("state", *["aux"] * options.has_aux)
 

@@ -1,7 +1,7 @@
 """What a user's function is given by name: as much of what there is as its signature names."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -43,3 +43,26 @@ def find_named(
             "names, and no more than the step was given."
         ) from None
     return given
+
+
+def find_for_loss(
+    loss_fn: Callable[..., Any], given: Mapping[str, Any], others: Iterable[Any]
+) -> dict[str, Any]:
+    """What a loss function is given by name.
+
+    All that there is; only `replicated` is left out where it was given for another function, one
+    of `others` that names it, such as a divisor, and the loss function does not.
+    """
+    for_another = any(_names(other, "replicated") for other in others if callable(other))
+    if for_another and not _names(loss_fn, "replicated"):
+        return {name: value for name, value in given.items() if name != "replicated"}
+    return dict(given)
+
+
+def _names(fn: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return False
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return takes_all or name in parameters

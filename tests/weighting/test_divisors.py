@@ -82,34 +82,32 @@ def run(regime, ranks, microbatches, **options):
     with jax.enable_x64(True):
         given = (W, {"ema": np.float64(EMA)})
         make = ours(microbatches, **options)
-        return jax.device_get(regimes.run(regime, ranks, make, given, (X, WEIGHTS, POSITIVES)))
+        loss, gradient = regimes.run(regime, ranks, make, given, (X, WEIGHTS, POSITIVES))
+        return jax.device_get((loss, gradient, loss.means))
 
 
-def assert_by_hand(loss, gradient):
+def assert_by_hand(loss, gradient, found):
     value, right, means, divided_by = by_hand()
     np.testing.assert_allclose(gradient, right, rtol=1e-12)
     np.testing.assert_allclose(loss.value, value, rtol=1e-12)
-    assert {n: float(each) for n, each in loss.means.items()} == pytest.approx(means, rel=1e-12)
+    assert found == pytest.approx(means, rel=1e-12)
     given = {name: divided_by[name] for name in DIVISORS}
-    assert {n: float(d) for n, d in loss.divisors.items()} == pytest.approx(given, rel=1e-12)
+    assert loss.divisors == pytest.approx(given, rel=1e-12)
     # the terms keep what they weigh
     assert loss.terms["box"].weight == 0
     assert loss.terms["length"].weight == pytest.approx(WEIGHTS.sum(), rel=1e-12)
 
 
-EVERYWHERE = [
+EVERYWHERE = [  # every engine with two numbers of ranks and of microbatches, and each pair of these
     ("jit", 1, 1),
     ("jit", 4, 2),
     ("shard_map", 1, 3),
     ("shard_map", 2, 1),
-    ("shard_map", 4, 2),
     ("shard_map_unchecked", 2, 3),
     ("shard_map_unchecked", 4, 1),
     ("pmap", 2, 2),
     ("pmap", 4, 3),
     ("vmap", 1, 2),
-    ("vmap", 2, 1),
-    ("vmap", 4, 3),
 ]
 
 
@@ -130,7 +128,7 @@ def divided_inside(w, batch, replicated):
 @pytest.mark.parametrize(("regime", "ranks", "microbatches"), [("shard_map", 2, 1), ("vmap", 1, 2)])
 def test_a_divisor_given_as_the_weight_fails_that_check(regime, ranks, microbatches):
     others = {name: DIVISORS[name] for name in ("mean", "hits")}
-    loss, gradient = run(regime, ranks, microbatches, loss_fn=divided_inside, divisors=others)
+    loss, gradient, _ = run(regime, ranks, microbatches, loss_fn=divided_inside, divisors=others)
     with pytest.raises(AssertionError, match="Not equal to tolerance rtol=1e-12"):
         np.testing.assert_allclose(gradient, by_hand()[1], rtol=1e-12)
     assert loss.terms["length"].weight == 100
@@ -282,18 +280,18 @@ def test_divisors_that_are_none_are_refused_at_once(divisors, error, message):
 @pytest.mark.parametrize(
     ("divisor", "error", "message"),
     [
-        (lambda weight: weight * jnp.ones(2), ValueError, r"got shape \(2,\)"),
-        (lambda weight: "many", TypeError, "must be a real number, .* got str"),
-        (lambda weight: None, TypeError, "must be a real number, .* got NoneType"),
-        (lambda weight: weight > 1, TypeError, r"must be a real number, .* got bool\[\]"),
-        (lambda weight: weight * 1j, TypeError, r"must be a real number, .* got complex64\[\]"),
-        (lambda weight: -1.0, ValueError, "must be finite and at least 0, got -1.0"),
-        (lambda: 1.0, TypeError, r"must take \(weight\), got \(\)"),
-        (lambda weight, *, replicated: weight, TypeError, r"must take \(weight\), got \(weight, "),
+        (lambda weight: weight * jnp.ones(2), ValueError, r"be one number .* got shape \(2,\)"),
+        (lambda weight: "many", TypeError, "be a real number, .* got str"),
+        (lambda weight: None, TypeError, "be a real number, .* got NoneType"),
+        (lambda weight: weight > 1, TypeError, r"be a real number, .* got bool\[\]"),
+        (lambda weight: weight * 1j, TypeError, r"be a real number, .* got complex64\[\]"),
+        (lambda weight: -1.0, ValueError, "be finite and at least 0, got -1.0"),
+        (lambda: 1.0, TypeError, r"take \(weight\), got \(\)"),
+        (lambda weight, *, replicated: weight, TypeError, r"take \(weight\), got \(weight, "),
     ],
 )
 def test_functions_that_return_no_divisor_are_refused(divisor, error, message):
-    with pytest.raises(error, match=rf"value_and_grad: divisors\['loss'\] must .*{message}"):
+    with pytest.raises(error, match=rf"value_and_grad: divisors\['loss'\] must {message}"):
         take(divisor, Batch.of(np.float32([1, 3])))
 
 
