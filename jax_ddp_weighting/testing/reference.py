@@ -1,7 +1,9 @@
 """What is right for a loss that needs all rows at once: its value and gradient on one device."""
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import jax
@@ -40,7 +42,7 @@ def take_reference(
     """
 
     def value_of(params: PyTree) -> Array:
-        out = reference(params)
+        out: Any = reference(params)
         out = out[0] if isinstance(out, tuple) and out else out
         if name_sums(out) is not None:
             return combine_terms(out, coefficients, divisors)
@@ -68,7 +70,7 @@ def combine_terms(
         for name, each in terms.items()
         if has_gradient(factors[name])
     ]
-    return sum(means[1:], start=means[0])
+    return reduce(operator.add, means)
 
 
 @contextmanager

@@ -243,7 +243,8 @@ def _of_model(
 
 def _statistics_of_model(model_def: Any, wrt: Any, options: StepOptions) -> Statistics | None:
     """The step's statistics as a function of the model's parameters and its state."""
-    if options.statistics is None:
+    statistics = options.statistics
+    if statistics is None:
         return None
 
     def of_model(
@@ -251,7 +252,7 @@ def _statistics_of_model(model_def: Any, wrt: Any, options: StepOptions) -> Stat
     ) -> PyTree:
         model = _merge(model_def, params, state, options)
         offered = {"rng": rng, "replicated": replicated}
-        found = call_statistics(options.statistics, model, batch, offered, names="model, batch")
+        found = call_statistics(statistics, model, batch, offered, names="model, batch")
         if options.rng_per == "example":
             variables = nnx.split(model, wrt, nnx.RngKey, ...)[3]
             _check_nothing_drawn(options.caller, "statistics", state["variables"], variables)

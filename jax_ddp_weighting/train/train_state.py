@@ -286,7 +286,8 @@ def _with_collections(loss_fn: LossFn, options: StepOptions, names: tuple[str, .
 
 def _statistics_of_variables(options: StepOptions, names: tuple[str, ...]) -> Statistics | None:
     """The step's statistics as a function of parameters and the collections beside them."""
-    if options.statistics is None:
+    statistics = options.statistics
+    if statistics is None:
         return None
 
     def of_variables(
@@ -295,7 +296,7 @@ def _statistics_of_variables(options: StepOptions, names: tuple[str, ...]) -> St
         first = {"params": params, **state} if names else params
         words = "variables, batch" if names else "params, batch"
         offered = {"rng": rng, "replicated": replicated}
-        return call_statistics(options.statistics, first, batch, offered, names=words)
+        return call_statistics(statistics, first, batch, offered, names=words)
 
     return of_variables
 

@@ -160,9 +160,10 @@ def value_and_grad(
         the same number in every leaf. What is no row goes in as `replicated=`, a pytree that every
         rank and microbatch is given whole, as `loss_fn(..., replicated=...)`: class weights, a
         teacher, a target network. (A `loss_fn` that does not name it is not given what was meant
-        for a divisor or for statistics that do.) Gradients have the shapes and dtypes of `params`. `aux` is the
-        rank's own, stacked along a new leading axis when there are several microbatches. A given
-        `rng` is folded with the microbatch's number and passed as `loss_fn(params, batch, rng)`.
+        for a divisor or for statistics that do.) Gradients have the shapes and dtypes of `params`.
+        `aux` is the rank's own, stacked along a new leading axis when there are several
+        microbatches. A given `rng` is folded with the microbatch's number and passed as
+        `loss_fn(params, batch, rng)`.
 
     Raises:
         TypeError: `loss_fn` returns anything but `WeightedSum`s, or a term that pulls has a total

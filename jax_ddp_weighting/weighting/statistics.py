@@ -4,14 +4,13 @@ The share of tokens that each expert gets, the size of each class, a global norm
 needs to know of the whole step while it is given one rank's microbatch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
 from jax.tree_util import keystr
 from jaxtyping import Array, PyTree
 
@@ -27,6 +26,22 @@ from jax_ddp_weighting.weighting.sums import WeightedSum
 Statistics = Callable[..., PyTree]
 """`(params, batch) -> pytree of arrays`, the sums over the rows that it is given; with `rng`,
 `state` or `replicated` by name, if its signature names them."""
+
+
+class Own(NamedTuple):
+    """What a rank's microbatch has for itself."""
+
+    batch: PyTree
+    rng: Array | None
+    keys: Array | None
+
+
+class Shared(NamedTuple):
+    """What is the same for every rank and microbatch."""
+
+    params: PyTree
+    state: PyTree
+    replicated: PyTree
 
 
 def check_statistics(statistics: Any, *, caller: str) -> None:
@@ -86,15 +101,16 @@ def sum_statistics(
         ValueError: a shape depends on the number of rows, or it has summed over the ranks itself.
     """
 
-    def take(batch: PyTree, part: Rows) -> PyTree:
-        rng = part.rng if part.keys is None else part.keys
-        given = {"rng": rng, "state": state, "replicated": part.replicated}
-        return call_statistics(statistics, params, batch, given)
+    def take(own: Own, shared: Shared) -> PyTree:
+        rng = own.rng if own.keys is None else own.keys
+        given = {"rng": rng, "state": shared.state, "replicated": shared.replicated}
+        return call_statistics(statistics, shared.params, own.batch, given)
 
     def sum_rows(k: Any) -> PyTree:
         part = take_microbatch(rows, k, microbatches)
-        found = _check_leaves(take(part.batch, part), axis_name)
-        _check_shapes(found, take, part)
+        own, shared = Own(part.batch, part.rng, part.keys), Shared(params, state, part.replicated)
+        found = _check_numbers(take(own, shared))
+        _check_sums(found, take, own, shared, axis_name)
         return jax.tree.map(_to_sum, found)
 
     if microbatches == 1:
@@ -120,26 +136,18 @@ def _to_float(total: Sum) -> Array:
     return total if inexact else total.astype(jnp.result_type(float))
 
 
-def _check_leaves(found: PyTree, axis_name: AxisName | None) -> PyTree:
-    """The statistics as arrays, if all of them are sums that can be added up over the ranks."""
+def _check_numbers(found: PyTree) -> PyTree:
+    """The statistics as arrays of numbers."""
 
     def check(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, WeightedSum):  # a sum and its weight, of which a loss takes the mean
-            return jax.tree_util.tree_map_with_path(lambda inner, x: check(path + inner, x), leaf)
+            return jax.tree.map(lambda each: check(path, each), leaf)
         is_bool = isinstance(leaf, bool) or getattr(leaf, "dtype", None) == jnp.bool_
         if is_bool or not is_number(leaf):
             raise TypeError(
                 "value_and_grad: statistics must return a pytree of arrays of numbers, got "
                 f"{describe(leaf)}{_where(path)}. Return sums over the rows, such as "
                 "{'positives': jnp.sum(batch.weights * labels)}."
-            )
-        summed = axis_name is not None and isinstance(leaf, Tracer) and mesh.is_checked(axis_name)
-        if summed and not mesh.varies(leaf, axis_name):
-            raise ValueError(
-                "value_and_grad: statistics must return sums over the rows that they are given, "
-                f"got what is the same on every rank of {axis_name!r}{_where(path)}. Ranks are "
-                "summed here, once: leave out a psum of your own, and make what is made of no rows "
-                "of them: jnp.sum(jnp.ones_like(batch.weights)) is their number."
             )
         return jnp.asarray(leaf)
 
@@ -155,33 +163,75 @@ def _check_leaves(found: PyTree, axis_name: AxisName | None) -> PyTree:
     return checked
 
 
-def _check_shapes(found: PyTree, take: Callable[[PyTree, Rows], PyTree], part: Rows) -> None:
-    """Raises `ValueError` for a leaf that has an entry per row, which shows in twice the rows."""
-    rows = part.batch, part.keys
-    twice = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            (2 * jnp.shape(leaf)[0], *jnp.shape(leaf)[1:]), jnp.result_type(leaf)
-        ),
-        rows,
-    )
+def _check_sums(
+    found: PyTree,
+    take: Callable[[Own, Shared], PyTree],
+    own: Own,
+    shared: Shared,
+    axis_name: AxisName | None,
+) -> None:
+    """Raises `ValueError` for leaves that are no sums over the rank's rows.
 
-    def take_twice(twice: PyTree) -> PyTree:
+    What has an entry per row shows in twice the rows; what is made of the parameters alone, and
+    would be added up as often as there are ranks and microbatches, in the program; what has been
+    summed over the ranks before, in its type. (A number that is made of nothing is taken for one
+    that the shapes of the rows have given.)
+    """
+    rows = own.batch, own.keys
+    twice = jax.tree.map(_double, rows)
+
+    def take_twice(twice: PyTree, rng: Any, shared: Shared) -> PyTree:
         batch, keys = jax.tree.map(mesh.vary_like, twice, rows)
-        return jax.tree.map(jnp.asarray, take(batch, part._replace(keys=keys)))
+        return jax.tree.map(jnp.asarray, take(Own(batch, rng, keys), shared))
 
     try:
-        again = jax.eval_shape(take_twice, twice)
+        traced = jax.make_jaxpr(take_twice, return_shape=True)(twice, own.rng, shared)
     except (TypeError, ValueError):  # made for one number of rows: it cannot be asked
         return
+    program, shapes = traced
+    count = len(jax.tree.leaves((twice, own.rng)))
+    of_rows = _find_dependent(program.jaxpr, program.jaxpr.invars[:count])
+    of_shared = _find_dependent(program.jaxpr, program.jaxpr.invars[count:])
     leaves = jax.tree_util.tree_leaves_with_path(found)
-    shapes = zip(leaves, jax.tree.leaves(again), strict=True)
-    for (path, leaf), other in shapes:
-        if leaf.shape != other.shape:
+    for i, (path, leaf) in enumerate(leaves):
+        other = jax.tree.leaves(shapes)[i].shape
+        if leaf.shape != other:
             raise ValueError(
                 "value_and_grad: statistics must return sums over rows, of a shape that does not "
-                f"depend on how many there are, got {leaf.shape}{_where(path)}, and {other.shape} "
-                "of twice the rows. Sum over the rows: jnp.sum(..., axis=0)."
+                f"depend on how many there are, got {leaf.shape}{_where(path)}, and {other} of "
+                "twice the rows. Sum over the rows: jnp.sum(..., axis=0)."
             )
+        if of_shared[i] and not of_rows[i]:
+            raise ValueError(
+                "value_and_grad: statistics must return sums over the rows that they are given, "
+                f"got what is made of none of them{_where(path)}, and would be added up over ranks "
+                "and microbatches. Compute in the loss function what needs no sum."
+            )
+        if of_rows[i] and axis_name is not None and _is_summed(leaf, axis_name):
+            raise ValueError(
+                "value_and_grad: statistics must return sums over the rank's own rows, got what is "
+                f"the same on every rank of {axis_name!r}{_where(path)}. Ranks are summed here, "
+                "once: leave out a psum of your own."
+            )
+
+
+def _double(leaf: Any) -> jax.ShapeDtypeStruct:
+    rows, *rest = jnp.shape(leaf)
+    return jax.ShapeDtypeStruct((2 * rows, *rest), jnp.result_type(leaf))
+
+
+def _find_dependent(program: Any, inputs: Sequence[Any]) -> list[bool]:
+    """Which results of a program depend on these of its inputs."""
+    dependent = set(inputs)
+    for equation in program.eqns:
+        if any(each in dependent for each in equation.invars if not hasattr(each, "val")):
+            dependent.update(equation.outvars)
+    return [not hasattr(each, "val") and each in dependent for each in program.outvars]
+
+
+def _is_summed(value: Array, axis_name: AxisName) -> bool:
+    """Whether types tell that what was made of a rank's rows is the same on every rank."""
+    return mesh.is_checked(axis_name) and not mesh.varies(value, axis_name)
 
 
 def _where(path: Any) -> str:
