@@ -188,12 +188,7 @@ def check_gradients(
     def right_of(given: tuple[PyTree, Any, PyTree], batch: Batch) -> dict[str, PyTree]:
         if reference is None:
             return take(value_and_grad, None, **options | {"microbatches": 1})(given, batch)
-        params, *_ = given
-
-        def of_all(params: PyTree) -> Any:
-            return reference(params, batch, *positional, **keywords)
-
-        return take_reference(of_all, params, coefficients=coefficients, divisors=divisors)
+        return take_reference(reference, given, batch, coefficients=coefficients, divisors=divisors)
 
     with jax.enable_x64(True) if float64 else nullcontext():
         with explain_axis():

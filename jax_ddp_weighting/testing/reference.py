@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.weighting.counts import to_divisor
 from jax_ddp_weighting.weighting.divisors import Divisors, apply_divisors
 from jax_ddp_weighting.weighting.loss_terms import (
@@ -24,7 +25,8 @@ from jax_ddp_weighting.weighting.sums import divide
 
 def take_reference(
     reference: Callable[..., Any],
-    params: PyTree,
+    given: tuple[PyTree, Any, PyTree],
+    batch: Batch,
     *,
     coefficients: Mapping[str, Any] | None,
     divisors: Divisors | None,
@@ -32,17 +34,22 @@ def take_reference(
     """The loss and the gradients of a reference, as those of a gradient on trial are compared.
 
     Args:
-        reference: `reference(params)` returns a scalar, or sums; in a tuple, what is first.
-        params: the parameters.
+        reference: `reference(params, batch, [rng], [state=state])` returns a scalar, or sums; in a
+            tuple, what is first.
+        given: parameters, a key or None, a state or None.
+        batch: the whole batch.
         coefficients: one factor per term, where it returns several.
         divisors: what terms are divided by that have a divisor.
 
     Raises:
         TypeError: it returns something else.
     """
+    params, rng, state = given
+    positional = () if rng is None else (rng,)
+    keywords = {} if state is None else {"state": state}
 
     def value_of(params: PyTree) -> Array:
-        out: Any = reference(params)
+        out: Any = reference(params, batch, *positional, **keywords)
         out = out[0] if isinstance(out, tuple) and out else out
         if name_sums(out) is not None:
             return combine_terms(out, coefficients, divisors)
