@@ -112,13 +112,14 @@ class ExactSum:
             # up to 2**53, where float64 stops counting
             exact = abs(self._high) < 2 ** (53 - _HALF)
             return self._high * 2.0**_HALF + self._low, exact
-        floats, several = sum(self._parts), sum((part != 0).astype(int) for part in self._parts)
+        parts = np.stack(self._parts)
+        floats, several = parts.sum(axis=0), np.count_nonzero(parts, axis=0)
         exact = (several <= 1) & (not self._has_integers)
         if self._no_numbers is not None:
             floats, exact = floats + self._no_numbers, exact | (self._no_numbers != 0)
-        return np.asarray(floats), exact
+        return floats, exact
 
-    def _element(self, i: int) -> Any:
+    def _element(self, i: Any) -> Any:
         """Python's integer, a rational, or the float that is no number."""
         if self._no_numbers is not None and self._no_numbers[i] != 0:  # as NaN is not
             return float(self._no_numbers[i])

@@ -201,19 +201,17 @@ class _Totals:
     def add(self, sums: Any, accepted: Array) -> None:
         for name, each in _named(jax.device_get(sums)).items():
             self._check_weight(name, each.weight)
-            shapes = np.shape(each.total), np.shape(each.weight)
+            new = {"total": each.total, "weight": each.weight}
             if name not in self._sums:
-                self._sums[name] = ExactSum(shapes[0]), ExactSum(shapes[1])
-            for noun, into, shape, value in zip(
-                ("total", "weight"), self._sums[name], shapes, (each.total, each.weight), strict=True
-            ):
-                if shape != into.shape:
+                self._sums[name] = ExactSum(np.shape(each.total)), ExactSum(np.shape(each.weight))
+            for (noun, more), into in zip(new.items(), self._sums[name], strict=True):
+                if np.shape(more) != into.shape:
                     raise ValueError(
                         "evaluate: metric_fn must return sums of one shape in every step, got "
-                        f"{noun} {shape} for {name!r} in step {self.steps}, and {into.shape} "
-                        "before. Number classes and bins once, for all steps."
+                        f"{noun} {np.shape(more)} for {name!r} in step {self.steps}, and "
+                        f"{into.shape} before. Number classes and bins once, for all steps."
                     )
-                into.add(value)
+                into.add(more)
         self._accepted += int(accepted)
         self.steps += 1
 
@@ -240,9 +238,7 @@ class _Totals:
             name: WeightedSum(*(_as_plain(each.rounded()) for each in pair))
             for name, pair in self._sums.items()
         }
-        means = {
-            name: _as_plain(total.divided_by(weight)) for name, (total, weight) in self._sums.items()
-        }
+        means = {name: _as_plain(a.divided_by(b)) for name, (a, b) in self._sums.items()}
         return Evaluation(means, sums, accepted=self._accepted, steps=self.steps)
 
 
@@ -273,9 +269,7 @@ def _check_no_rows(metric_fn: MetricFn, first: tuple[Any, ...], batch: Batch, su
         return
 
     def double(leaf: Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            (2 * rows, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding
-        )
+        return jax.ShapeDtypeStruct((2 * rows, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
 
     try:
         more = jax.eval_shape(metric_fn, *first, jax.tree.map(double, batch))
@@ -286,7 +280,8 @@ def _check_no_rows(metric_fn: MetricFn, first: tuple[Any, ...], batch: Batch, su
         one, two = np.shape(each.total), np.shape(wider[name].total)
         if one != two:
             raise ValueError(
-                f"evaluate: metric_fn must sum over the rows of a batch, got total {one} for "
-                f"{name!r} of {rows} rows and {two} of {2 * rows}. weighted_sum does, and "
-                "with axis=0 leaves the other axes."
+                "evaluate: metric_fn must sum over rows, to arrays of one shape or scalar sums, "
+                f"got total {one} and weight {np.shape(each.weight)} for {name!r} of {rows} rows, "
+                f"and total {two} of {2 * rows}. weighted_sum sums all, and with axis=0 leaves "
+                "the other axes."
             )

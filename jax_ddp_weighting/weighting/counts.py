@@ -93,14 +93,14 @@ def largest_integer() -> int:
     return 2**63 - 1 if x64 else LARGEST
 
 
-def is_too_wide(value: Any) -> bool:
-    """Whether it holds integers on the host that JAX would cut, or cannot take."""
+def is_too_wide(value: Any, end: int | None = None) -> bool:
+    """Whether it holds integers on the host that JAX would cut, or that lie beyond `end`."""
     if not isinstance(value, int | np.integer | np.ndarray) or not np.size(value):
         return False
     array = np.asarray(value)  # of objects, where Python's integers pass 64 bits
     if array.dtype.kind not in "iuO":
         return False
-    end = largest_integer()
+    end = largest_integer() if end is None else end
     return bool(array.max() > end or array.min() < -end - 1)
 
 

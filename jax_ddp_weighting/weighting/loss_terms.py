@@ -58,9 +58,7 @@ def check_arrays(terms: Mapping[str, WeightedSum], *, returned_by: str) -> None:
         check_shapes(each, caller=returned_by, noun=f" for {name!r}")
 
 
-def _check_numbers(
-    each: WeightedSum, returned_by: str, called: str, *, real: bool = False
-) -> None:
+def _check_numbers(each: WeightedSum, returned_by: str, called: str, *, real: bool = False) -> None:
     if not (_is_number(each.total, real=real) and _is_number(each.weight, real=True)):
         raise TypeError(
             f"{returned_by} must return sums of {'real ' * real}numbers, got total "

@@ -81,10 +81,10 @@ class WeightedSum:
         for each in (self, other):
             check_shapes(each, caller="WeightedSum.__add__")
         for name, (one, more) in (("totals", totals), ("weights", weights)):
-            if jnp.shape(one) != jnp.shape(more):
+            if np.shape(one) != np.shape(more):
                 raise ValueError(
-                    f"WeightedSum.__add__: {name} must have one shape, got {jnp.shape(one)} and "
-                    f"{jnp.shape(more)}. Sums of other classes or bins do not add."
+                    f"WeightedSum.__add__: {name} must have one shape, got {np.shape(one)} and "
+                    f"{np.shape(more)}. Sums of other classes or bins do not add."
                 )
         if any(isinstance(each, jax.Array) for each in (*totals, *weights)):
             total, weight = add_checked(totals, weights)
@@ -153,10 +153,10 @@ class WeightedSum:
             0.25
         """
         present = jnp.asarray(self.weight) > 0
-        if present.ndim and jnp.shape(value) not in ((), present.shape):
+        if present.ndim and np.shape(value) not in ((), present.shape):
             raise ValueError(
                 "WeightedSum.once: value must be a scalar or have the shape of weight, got "
-                f"{jnp.shape(value)} and weight {present.shape}."
+                f"{np.shape(value)} and weight {present.shape}."
             )
         return WeightedSum(jnp.where(present, value, 0.0), present.astype(jnp.int32))
 
@@ -183,8 +183,9 @@ def weighted_sum(
             of arrays, for `evaluate`: `axis=0` of `[rows, classes]` sums each class by itself.
 
     Returns:
-        A `WeightedSum` of scalars, or of arrays of the axes that are left. The total is float32, or float64 for float64 losses; hits given
-        as bools with integer weights are counted in integers. A loss of weight 0 cannot poison it,
+        A `WeightedSum` of scalars, or of arrays of the axes that are left. The total is float32, or
+        float64 for float64 losses; hits given as bools with integer weights are counted in
+        integers. A loss of weight 0 cannot poison it,
         not even as NaN or infinity, and receives gradient 0. What made the NaN can still poison a
         gradient further up, since 0 times an infinite derivative is NaN: feed padding rows finite
         data, as `batches` does, or begin the loss function with
@@ -203,7 +204,7 @@ def weighted_sum(
         The mean of each class, where a class of three is absent; and what share of rows it has:
 
         >>> losses, classes = jnp.array([2.0, 4.0, 5.0]), jnp.array([0, 0, 2])
-        >>> is_class = classes[:, None] == jnp.arange(3)  # [rows, classes]
+        >>> is_class = jax.nn.one_hot(classes, 3, dtype=jnp.int32)  # [rows, classes]
         >>> found = weighted_sum(jnp.repeat(losses[:, None], 3, axis=1), is_class, axis=0)
         >>> found.mean().tolist(), found.weight.tolist()
         ([3.0, 0.0, 5.0], [2, 0, 1])
@@ -325,7 +326,7 @@ def check_shapes(each: WeightedSum, *, caller: str, noun: str = "") -> None:
 
     Broadcasting would let a weight by row divide columns, wherever the lengths happen to agree.
     """
-    total, weight = jnp.shape(each.total), jnp.shape(each.weight)
+    total, weight = np.shape(each.total), np.shape(each.weight)
     if weight not in ((), total):
         raise ValueError(
             f"{caller}: weight must have the shape of total, or be a scalar, got weight {weight} "
@@ -340,11 +341,18 @@ def _add_on_host(a: Any, b: Any) -> Any:
         total = a + b
     if _is_int64(a) and _is_int64(b) and np.any((a ^ total) & (b ^ total) < 0):  # wrapped round
         total = a.astype(object) + b.astype(object)
+    if (
+        isinstance(total, np.ndarray)
+        and total.dtype == object
+        and not is_too_wide(total, 2**63 - 1)
+    ):
+        total = total.astype(np.int64)
     return total
 
 
 def _add_host_weights(a: Any, b: Any) -> Any:
     """The sum of two weights, bad where one of them is: -1 and 3 are not 2."""
+    a, b = _widen_host(a), _widen_host(b)
     total = _add_on_host(a, b)
     bad = _is_bad_on_host(a) | _is_bad_on_host(b)
     if not np.any(bad):

@@ -44,7 +44,7 @@ def test_many_floats_of_every_size_keep_few_parts():
     rows = draw.normal(size=(300, 5)) * 10.0 ** draw.integers(-20, 20, (300, 5))
     summed = exact_sum(rows, (5,))
     assert summed.rounded().tolist() == [float(sum(map(Fraction, column))) for column in rows.T]
-    assert len(summed._parts) < 10
+    assert len(summed._parts) < 20
     # the check can fail: numpy's own sum is off in the last digits
     assert rows.sum(0).tolist() != summed.rounded().tolist()
 
@@ -88,7 +88,9 @@ def test_no_weight_has_no_mean(weight):
 
 
 def test_what_is_no_number_stays_in_its_element():
-    summed = exact_sum([np.array([np.inf, np.nan, 1.0, np.inf]), np.array([-np.inf, 1, 1, 1])], (4,))
+    summed = exact_sum(
+        [np.array([np.inf, np.nan, 1.0, np.inf]), np.array([-np.inf, 1, 1, 1])], (4,)
+    )
     np.testing.assert_array_equal(summed.rounded(), [np.nan, np.nan, 2.0, np.inf])
     weight = exact_sum([np.int32(2)], ())
     np.testing.assert_array_equal(summed.divided_by(weight), [np.nan, np.nan, 1.0, np.inf])
