@@ -83,10 +83,10 @@ def evaluate(
 
     The rule: numerators and denominators are summed over rows, ranks and steps, and divided once.
     Within a step they are summed on the devices, as `metric_fn` does it; from step to step on the
-    host, as exact rationals that are rounded once, in the mean. So hits counted in integers give
-    the same mean to the last bit for every number of ranks and rows per batch, up to 2**31 of
-    weight per step and without limit over the steps; float32 losses are off by the rounding of one
-    step's float32 sum at most, however many rows there are.
+    host, exactly, and rounded once, in the mean. So hits counted in integers give the same mean to
+    the last bit for every number of ranks and rows per batch, up to 2**31 of weight per step and
+    without limit over the steps; float32 losses are off by the rounding of one step's float32 sum
+    at most, however many rows there are.
 
     `metric_fn` is compiled in the global view of `jit`: it sees all ranks' rows. It is compiled
     once for a run, as long as it is the same function object: define it once and hand parameters in
@@ -273,8 +273,8 @@ def _check_no_rows(metric_fn: MetricFn, first: tuple[Any, ...], batch: Batch, su
 
     try:
         more = jax.eval_shape(metric_fn, *first, jax.tree.map(double, batch))
-    except (TypeError, ValueError):
-        return  # it takes batches of this size alone, and cannot be asked
+    except Exception:  # of a batch that it was never meant to see: it cannot be asked
+        return
     wider = _named(more)
     for name, each in _named(sums).items():
         one, two = np.shape(each.total), np.shape(wider[name].total)

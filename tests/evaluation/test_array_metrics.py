@@ -232,10 +232,12 @@ def test_rows_that_nobody_has_summed_are_refused():
     message = (
         r"must sum over rows.* total \(4,\) .* for 'unsummed' of 4 rows, and total \(8,\) of 8"
     )
-    with pytest.raises(ValueError, match=message):
-        evaluate(metric_fn, [Batch.of(np.ones(4, np.float32))], data_mesh(2))
+    for mesh in (data_mesh(2), regimes.make_mesh("jit_explicit", 2)):
+        with pytest.raises(ValueError, match=message):
+            evaluate(metric_fn, [Batch.of(np.ones(4, np.float32))], mesh)
 
     def of_four_rows(batch):  # which cannot be asked about eight
+        assert len(batch.data) == 4
         bins = jnp.reshape(batch.data, (2, 2)).sum(axis=0)
         return WeightedSum(jnp.concatenate([bins, bins]), jnp.ones(4))
 
