@@ -1,13 +1,12 @@
 """Batches by tokens: every step of one of a few shapes, the same on all ranks, each id once."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
-from jaxtyping import Int32, Int64, Integer
+from jaxtyping import Int32, Int64
 
 from jax_ddp_weighting._arguments import (
     check_below,
@@ -18,9 +17,14 @@ from jax_ddp_weighting._arguments import (
     check_rank,
     check_seed,
     check_up_to,
-    list_some,
 )
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_ids
+from jax_ddp_weighting.sampling.lengths import (
+    check_lengths,
+    check_ranks,
+    derive_seed,
+    digest_lengths,
+)
 from jax_ddp_weighting.sampling.order import keyed_order
 from jax_ddp_weighting.sampling.padding import PaddingReport, measure_padding
 from jax_ddp_weighting.sampling.plan import Slots, Tail
@@ -75,12 +79,12 @@ class BudgetPlan:
 
     Slots to spare are in one step of the shortest shape alone; `tail` decides what they weigh:
 
-    | `tail`   | slots beyond the data                    | an epoch is                              |
-    |----------|------------------------------------------|------------------------------------------|
-    | "mask"   | repeated ids at weight 0                 | every id exactly once                    |
-    | "repeat" | repeated ids at weight 1, as torch       | every id at least once                   |
-    | "drop"   | none: ids that fill no step are left out, | no copies, less than a step left out     |
-    |          | others in every epoch                    |                                          |
+    | `tail`   | slots beyond the data                  | an epoch is                          |
+    |----------|----------------------------------------|--------------------------------------|
+    | "mask"   | repeated ids at weight 0               | every id exactly once                |
+    | "repeat" | repeated ids at weight 1, as torch     | every id at least once               |
+    | "drop"   | none: ids that fill no step are left   | no copies, less than a step left out |
+    |          | out, others in every epoch             |                                      |
 
     A shape has two steps an epoch at least, where it has rows for them. So with few examples for
     the budget, fewer `shapes` make larger steps.
@@ -91,6 +95,8 @@ class BudgetPlan:
         num_replicas: number of data-parallel ranks.
         budget: how many tokens a rank's step holds at most, padding included.
         shapes: how many shapes there are at most, and so compilations of a step.
+        row_multiple: what the rows of every shape are a multiple of, such as microbatches.
+        length_multiple: what the lengths of all shapes are a multiple of, as devices like them.
         seed: chooses the orders; an integer in ``[-2**63, 2**64)``.
         shuffle: whether an epoch has an order of its own; otherwise ids are read by length, the
             longest first.
@@ -117,6 +123,8 @@ class BudgetPlan:
     budget: int
     _: KW_ONLY
     shapes: int = 8
+    row_multiple: int = 1
+    length_multiple: int = 1
     seed: int = 0
     shuffle: bool = True
     tail: Tail = "mask"
@@ -134,6 +142,12 @@ class BudgetPlan:
             "shapes": check_integer("BudgetPlan: shapes", self.shapes, 1, 2**31, compiled),
             "seed": check_seed("BudgetPlan: seed", self.seed),
             "lengths": check_lengths("BudgetPlan", self.lengths, budget, "budget"),
+            "row_multiple": check_integer(
+                "BudgetPlan: row_multiple", self.row_multiple, 1, 2**31, "1 allows any."
+            ),
+            "length_multiple": check_integer(
+                "BudgetPlan: length_multiple", self.length_multiple, 1, 2**31, "1 allows any."
+            ),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -144,7 +158,17 @@ class BudgetPlan:
                 f'BudgetPlan: tail must be "mask", "repeat" or "drop", got {self.tail!r}.'
                 ' "mask" keeps every id once.'
             )
+        longest = self._round_up(int(self.lengths.max(initial=0)))
+        if longest * self.row_multiple > budget:
+            raise ValueError(
+                f"BudgetPlan: budget must hold {self.row_multiple} rows of length {longest}, the"
+                f" longest that there is, got {budget}. Give a larger budget, or smaller"
+                " row_multiple and length_multiple."
+            )
         self._check_start()
+
+    def _round_up(self, length: int) -> int:
+        return -(-length // self.length_multiple) * self.length_multiple
 
     def _check_start(self) -> None:
         if self.only_epoch is not None:
@@ -284,7 +308,8 @@ class BudgetPlan:
             "shuffle": self.shuffle,
             "seed": self.seed,
             "order": f"by budget {whole.budget} of {whole.num_replicas} ranks in"
-            f" {self.shapes} shapes, lengths {self._digest}",
+            f" {self.shapes} shapes of multiples {self.row_multiple} x {self.length_multiple},"
+            f" lengths {self._digest}",
             "tail": self.tail,
         }
 
@@ -423,7 +448,13 @@ class BudgetPlan:
         ids = np.argsort(keys, kind="stable")
         descending = self.lengths[ids]
         groups = choose_groups(
-            descending, self.num_replicas, self.budget, self.shapes, cut=self.tail == "drop"
+            descending,
+            self.num_replicas,
+            self.budget,
+            self.shapes,
+            cut=self.tail == "drop",
+            row_multiple=self.row_multiple,
+            length_multiple=self.length_multiple,
         )
         steps = np.cumsum([0, *(group.steps for group in groups)])
         width = max((group.rows for group in groups), default=0) * self.num_replicas
@@ -440,9 +471,10 @@ class BudgetPlan:
         if whole is None:
             return tuple(group.rows for group in groups)
         # of a step of the whole plan, dealt to these ranks in as few steps as the budget allows
-        rounds = (-(-group.rows * whole.num_replicas // self.num_replicas) for group in groups)
-        most = (self.budget // group.length for group in groups)
-        return tuple(int(fit_rows(*each)[0]) for each in zip(rounds, most, strict=True))
+        width, times = self.num_replicas * self.row_multiple, self.row_multiple
+        rounds = (-(-group.rows * whole.num_replicas // width) for group in groups)
+        most = (self.budget // group.length // times for group in groups)
+        return tuple(int(fit_rows(*each)[0]) * times for each in zip(rounds, most, strict=True))
 
     @cached_property
     def _left(self) -> Int64[np.ndarray, " steps"]:
@@ -540,7 +572,9 @@ class BudgetPlan:
         out = np.arange(dropped) + read
         if self.shuffle:
             seed = derive_seed(self.seed, "dropped")
-            out = np.sort(keyed_order(np.arange(dropped), self.num_examples, seed=seed, epoch=epoch))
+            out = np.sort(
+                keyed_order(np.arange(dropped), self.num_examples, seed=seed, epoch=epoch)
+            )
         # the k-th that is left out lies behind `out[k] - k` that are not
         return places + np.searchsorted(out - np.arange(dropped), places, side="right")
 
@@ -578,69 +612,6 @@ class BudgetPlan:
         )
 
 
-def check_lengths(
-    caller: str, lengths: Integer[np.ndarray, "..."] | Sequence[int] | Any, most: int, limit: str
-) -> Int64[np.ndarray, " examples"]:
-    """Lengths as int64, that cannot be written, if they are whole numbers in ``[1, most]``.
-
-    Args:
-        caller: who speaks in errors.
-        lengths: whatever was given.
-        most: the largest allowed.
-        limit: what that is called.
-
-    Raises:
-        TypeError: lengths are no integers.
-        ValueError: a length is below 1 or above `most`, or there is more than one axis.
-    """
-    found = np.asarray(lengths)
-    if found.dtype == object and not found.ndim:
-        raise TypeError(
-            f"{caller}: lengths must be an array or a sequence, got a {type(lengths).__name__}."
-            " Make a list of it."
-        )
-    if found.ndim != 1:
-        raise ValueError(
-            f"{caller}: lengths must have one axis, got shape {found.shape}. Each example has one."
-        )
-    if found.size and found.dtype.kind not in "iu":
-        raise TypeError(
-            f"{caller}: lengths must be integers, got {found.dtype}. They count tokens; round costs"
-            " that are none up."
-        )
-    for bad, rule, remedy in (
-        (found < 1, "at least 1", "Leave out examples that have nothing."),
-        (found > most, f"at most the {limit}, {most}", f"Give a larger {limit}, or cut them."),
-    ):
-        if bad.any():
-            where = np.flatnonzero(bad)
-            raise ValueError(
-                f"{caller}: lengths must be {rule}, got {list_some(found[where])} of examples"
-                f" {list_some(where)}. {remedy}"
-            )
-    found = found.astype(np.int64)  # a copy: the caller's array may change
-    found.flags.writeable = False
-    return found
-
-
-def digest_lengths(lengths: Int64[np.ndarray, " examples"]) -> str:
-    """Sixteen letters that tell these lengths from others, the same on every machine."""
-    return hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
-
-
-def check_ranks(
-    argument: str, ranks: Sequence[int] | None, num_replicas: int
-) -> Int64[np.ndarray, " ranks"]:
-    """The ranks that are asked for, all where that is None."""
-    if ranks is None:
-        return np.arange(num_replicas)
-    if np.ndim(ranks) == 0:
-        raise TypeError(
-            f"{argument} must be a sequence of ranks, got {ranks}. Write [{ranks}] for one."
-        )
-    return np.array([check_rank(argument, rank, num_replicas) for rank in ranks], np.int64)
-
-
 @lru_cache(maxsize=4)  # this epoch's and the next one's, of training and of evaluation
 def _shuffle_steps(steps: int, seed: int, epoch: int) -> Int64[np.ndarray, " steps"]:
     order = keyed_order(np.arange(steps), steps, seed=seed, epoch=epoch)
@@ -661,8 +632,3 @@ def _find_ties(
             first = len(descending) - np.searchsorted(ascending, length, side="right")
             ties[int(first), int(last)] = None
     return tuple(ties)
-
-
-def derive_seed(seed: int, what: str) -> int:
-    """A seed of its own for each choice, so that groups of one size are not shuffled alike."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {what}".encode(), digest_size=8).digest())

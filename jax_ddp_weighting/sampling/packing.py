@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64, Integer
 
 from jax_ddp_weighting._arguments import (
+    check_below,
     check_epoch,
     check_integer,
     check_limit,
@@ -17,7 +18,12 @@ from jax_ddp_weighting._arguments import (
     check_up_to,
 )
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_ids
-from jax_ddp_weighting.sampling.budget import check_lengths, derive_seed, digest_lengths
+from jax_ddp_weighting.sampling.lengths import (
+    check_lengths,
+    check_ranks,
+    derive_seed,
+    digest_lengths,
+)
 from jax_ddp_weighting.sampling.order import keyed_order
 from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
 
@@ -25,6 +31,9 @@ NO_SEQUENCE = -1
 """Stands in a row's ids where it holds no further sequence."""
 
 _WINDOW = 2**14  # first fit looks at every row of a window for every sequence of it
+
+
+_JITTER = 2**16  # parts of a length that its jitter is counted in
 
 
 class Packing(NamedTuple):
@@ -39,8 +48,8 @@ class PackedPlan:
     """Sequences packed into rows of one length, over ranks: who reads what, in every epoch.
 
     The rule: an epoch's order is cut into windows of about `window` sequences; of each window the
-    longest sequence is taken first, and goes into the first row that has room. So every sequence is
-    in one row, whole; rows are then shuffled, and dealt out as an `EpochPlan` deals out ids, rank
+    longest sequence is taken first (give or take an eighth), and goes into the first row that has
+    room. So every sequence is in one row, whole; rows are then shuffled, and dealt out as an `EpochPlan` deals out ids, rank
     by rank. Order and rows are functions of (seed, epoch) alone, the same on every machine and for
     every number of ranks. Rows that fill a short last step hold nothing.
 
@@ -79,7 +88,7 @@ class PackedPlan:
     length: int
     _: KW_ONLY
     window: int = 1024
-    most: int | None = None
+    most: Any = None  # an int once it is checked
     seed: int = 0
     shuffle: bool = True
     start: int = 0
@@ -154,7 +163,12 @@ class PackedPlan:
             ValueError: the plan has no such epoch, step or rank.
         """
         epoch = self.check_epoch("PackedPlan.batch", epoch)
-        rows = self._deal(epoch).batch(epoch, step, ranks)
+        dealt = self._deal(epoch)
+        steps = dealt.steps_per_epoch
+        remedy = f"Epoch {epoch} of this plan has {steps} steps."
+        step = check_below("PackedPlan.batch: step", step, steps, remedy)
+        wanted = check_ranks("PackedPlan.batch: ranks", ranks, self.num_replicas)
+        rows = dealt.batch(epoch, step, wanted.tolist())
         packing = _pack_epoch(self._all, epoch)
         if not len(packing.ids):
             ids = np.full((*rows.ids.shape, self.most), NO_SEQUENCE)
@@ -219,6 +233,13 @@ class PackedPlan:
         return len(self.lengths)
 
     @property
+    def accepted_per_epoch(self) -> int:
+        """Sequences in an epoch, or in its rest, over all ranks."""
+        if self.only_epoch is None:
+            return self.num_examples
+        return len(self.ids_in_order(self.only_epoch))
+
+    @property
     def step_shapes(self) -> tuple[tuple[int, int], ...]:
         """The one shape ``(rows, length)`` of all steps."""
         return ((self.batch_size, self.length),)
@@ -268,7 +289,10 @@ class PackedPlan:
         none: Any = [np.zeros(0, np.int64)]
         ranks = range(self.num_replicas)
         return audit_ids(
-            [np.concatenate([*none, *(each.ids[rank].ravel() for each in steps)]) for rank in ranks],
+            [
+                np.concatenate([*none, *(each.ids[rank].ravel() for each in steps)])
+                for rank in ranks
+            ],
             self.num_examples,
             weights=[
                 np.concatenate([*none, *(each.weights[rank].ravel() for each in steps)])
@@ -445,10 +469,16 @@ def _pack_epoch(plan: PackedPlan, epoch: int) -> Packing:
     ids[:n] = order
     by_window = ids.reshape(windows, size)
     lengths = np.where(by_window < 0, 0, plan.lengths[by_window])
-    largest_first = np.argsort(-lengths, axis=1, kind="stable")
+    keys = lengths
+    if plan.shuffle:
+        # The longest first, but for an eighth: else a data set of one window would have the same
+        # rows in every epoch, and first fit takes little harm. In integers, alike everywhere.
+        jitter = keyed_order(np.arange(n), n, seed=derive_seed(plan.seed, "jitter"), epoch=epoch)
+        keys = lengths * (_JITTER - jitter[np.maximum(by_window, 0)] * (_JITTER // 8) // n)
+    largest_first = np.argsort(-keys, axis=1, kind="stable")
     by_window = np.take_along_axis(by_window, largest_first, axis=1)
     lengths = np.take_along_axis(lengths, largest_first, axis=1)
-    rows = fit_first(lengths, plan.length, plan.most or 1)
+    rows = fit_first(lengths, plan.length, plan.most)
     held = by_window >= 0
     opened = np.where(held, rows + 1, 0).max(axis=1)
     rows += (np.cumsum(opened) - opened)[:, None]

@@ -100,4 +100,6 @@ def _measure(tokens: Int64[np.ndarray, "steps ranks"], held: list[tuple[int, int
         return StepPadding(0.0, 0, 0, 1.0)
     slots = sum(rows * length for rows, length in held) * ranks
     balance = tokens.mean(axis=1) / tokens.max(axis=1)
-    return StepPadding(1 - float(tokens.sum()) / slots, steps, len(set(held)), float(balance.mean()))
+    return StepPadding(
+        1 - float(tokens.sum()) / slots, steps, len(set(held)), float(balance.mean())
+    )

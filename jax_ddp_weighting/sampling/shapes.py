@@ -37,6 +37,8 @@ def choose_groups(
     shapes: int,
     *,
     cut: bool,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
 ) -> tuple[Group, ...]:
     """The groups whose steps leave the least padding, at most `shapes` of them, longest first.
 
@@ -52,10 +54,15 @@ def choose_groups(
         budget: rows times length of a rank's step, at most.
         shapes: how many groups, at most.
         cut: whether examples that fill no step are left out.
+        row_multiple: what rows are a multiple of.
+        length_multiple: what lengths are a multiple of.
     """
-    rounds = len(descending) // num_replicas if cut else -(-len(descending) // num_replicas)
-    longest = descending[::num_replicas][:rounds].astype(np.int64)  # of one row on all the ranks
+    width = num_replicas * row_multiple  # rows come in rounds of so many
+    rounds = len(descending) // width if cut else -(-len(descending) // width)
+    longest = descending[::width][:rounds].astype(np.int64)
+    longest = -(-longest // length_multiple) * length_multiple
     groups, start = [], 0
+    budget //= row_multiple
     ends = _cut_best(longest, shapes, budget)
     for end in ends:
         if start >= end:
@@ -66,10 +73,10 @@ def choose_groups(
         if cut and start + rows * steps > rounds:
             rows = left // -(-left // rows)
             steps = left // rows
-        first = start * num_replicas
+        first = start * width
         start += rows * steps
-        count = min(start * num_replicas, len(descending)) - first
-        groups.append(Group(rows, length, steps, first, count))
+        count = min(start * width, len(descending)) - first
+        groups.append(Group(rows * row_multiple, length, steps, first, count))
     return tuple(groups)
 
 

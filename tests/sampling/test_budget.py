@@ -1,4 +1,4 @@
-"""Batches by tokens: one shape a step on all ranks, each id once, whatever the lengths and ranks."""
+"""Batches by tokens: one shape a step on all ranks, each id once, for all lengths and ranks."""
 
 import copy
 import os
@@ -59,13 +59,26 @@ def check_shapes(plan, steps, epoch):
     ranks=st.integers(1, 6),
     budget=st.integers(40, 300),
     shapes=st.integers(1, 5),
+    multiples=st.sampled_from([(1, 1), (1, 8), (2, 1), (3, 5)]),
     shuffle=st.booleans(),
     epoch=st.integers(0, 5),
 )
 def test_every_id_is_read_once_in_steps_of_few_shapes(
-    lengths, ranks, budget, shapes, shuffle, epoch
+    lengths, ranks, budget, shapes, multiples, shuffle, epoch
 ):
-    plan = BudgetPlan(lengths, ranks, budget, shapes=shapes, shuffle=shuffle, seed=3)
+    rows, length = multiples
+    budget *= rows
+    plan = BudgetPlan(
+        lengths,
+        ranks,
+        budget,
+        shapes=shapes,
+        row_multiple=rows,
+        length_multiple=length,
+        shuffle=shuffle,
+        seed=3,
+    )
+    assert all(each[0] % rows == 0 == each[1] % length for each in plan.step_shapes)
     steps = steps_of(plan, epoch)
     assert len(steps) == plan.steps_per_epoch == plan.steps_per_epoch(epoch + 1)
     check_shapes(plan, steps, epoch)
@@ -80,9 +93,7 @@ def test_every_id_is_read_once_in_steps_of_few_shapes(
         assert slots.ids.tolist() == [i for each in steps for i in each.ids[rank].tolist()]
         assert plan.num_samples == len(slots.ids)
         some = [plan.batch(epoch, step, [rank]) for step in range(len(steps))]
-        assert all(
-            np.array_equal(a.ids[0], b.ids[rank]) for a, b in zip(some, steps, strict=True)
-        )
+        assert all(np.array_equal(a.ids[0], b.ids[rank]) for a, b in zip(some, steps, strict=True))
     plan.audit(epoch).check_exactly_once()
 
 
@@ -116,9 +127,7 @@ def test_the_other_tails_keep_their_promises(lengths, ranks, budget, shapes, tai
     ranks=st.integers(1, 6),
     budget=st.integers(40, 300),
     tail=st.sampled_from(["mask", "repeat", "drop"]),
-    stops=st.lists(
-        st.tuples(st.floats(0, 1), st.integers(1, 6), st.integers(40, 300)), max_size=3
-    ),
+    stops=st.lists(st.tuples(st.floats(0, 1), st.integers(1, 6), st.integers(40, 300)), max_size=3),
 )
 def test_an_epoch_resumes_anywhere_on_any_ranks_in_its_own_order(
     lengths, ranks, budget, tail, stops
@@ -346,6 +355,9 @@ BAD = [
     ({"seed": 2**64}, ValueError, r"seed must be"),
     ({"shuffle": 1}, TypeError, r"shuffle must be True or False, got 1"),
     ({"tail": "cut"}, ValueError, r'tail must be "mask", "repeat" or "drop", got \'cut\''),
+    ({"row_multiple": 2}, ValueError, r"must hold 2 rows of length 9, .* got 12"),
+    ({"length_multiple": 8}, ValueError, r"must hold 1 rows of length 16, .* got 12"),
+    ({"length_multiple": 0}, ValueError, r"length_multiple must be .* got 0"),
     ({"start": 3}, ValueError, r"must be given together, got start=3 .* plan\.resumed"),
     ({"only_epoch": 3}, ValueError, r"must be given together"),
 ]
