@@ -45,10 +45,10 @@ def batches(
     """An epoch of a plan as global device batches, each rank's rows on its device.
 
     The rule: every step is full (of one shape, or of a few where the plan is a `BudgetPlan`), short
-    ones are filled with rows of weight 0, and each process
-    fetches its own ranks' ids only, whichever devices of the mesh it holds. A thread fetches ahead
-    of the step that is running. What `fetch` returned is copied, by this or by the transfer to the
-    device, before `fetch` is called again: it may fill one buffer over and over.
+    ones are filled with rows of weight 0, and each process fetches its own ranks' ids only,
+    whichever devices of the mesh it holds. A thread fetches ahead of the step that is running. What
+    `fetch` returned is copied, by this or by the transfer to the device, before `fetch` is called
+    again: it may fill one buffer over and over.
 
     Processes that read different plans, epochs or steps, or whose rows differ in form, would go on
     with wrong rows, or hang or abort in a collective. So these are compared over the processes of
@@ -66,8 +66,9 @@ def batches(
             id; `fetch(ids, length)` where the plan is a `BudgetPlan` or a `PackedPlan`: rows are to
             be padded to `length`, and so one axis of some leaf at least must be as long. The ids of
             a `PackedPlan` are `[rows, most]`, as `pack_rows` takes them. It runs in another
-            thread, one call per step, in order. The ids cannot be written: `ids.copy()` can. Integers that the device would cut are refused; floats of 64 bits are
-            rounded to 32 while x64 is off, as JAX does.
+            thread, one call per step, in order. The ids cannot be written: `ids.copy()` can.
+            Integers that the device would cut are refused; floats of 64 bits are rounded to 32
+            while x64 is off, as JAX does.
         mesh: a mesh with the axis; over further axes the rows are replicated.
         start_step: the first step of this plan to yield, to resume on as many ranks and rows as
             before. On others, give what `plan.resumed` returns, whose steps count from 0.
@@ -88,8 +89,9 @@ def batches(
         ValueError: the mesh has not the plan's number of ranks or no device of this process, or a
             number is out of range; at once, not at the first batch. `fetch` returned another number
             of rows than ids, rows of another length than the step's, of another form than
-            before or than on another process, or integers that the device would cut; or another process reads other steps. An error in
-            `fetch` surfaces at the step it belongs to, with a note that names the step.
+            before or than on another process, or integers that the device would cut; or another
+            process reads other steps. An error in `fetch` surfaces at the step it belongs to, with
+            a note that names the step.
         RuntimeError: another process failed to fetch its first rows, or did not in time.
 
     Example:

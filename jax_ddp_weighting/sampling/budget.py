@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -19,16 +19,16 @@ from jax_ddp_weighting._arguments import (
     check_up_to,
 )
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_ids
+from jax_ddp_weighting.sampling.layout import Layout
 from jax_ddp_weighting.sampling.lengths import (
     check_lengths,
     check_ranks,
-    derive_seed,
     digest_lengths,
 )
 from jax_ddp_weighting.sampling.order import keyed_order
 from jax_ddp_weighting.sampling.padding import PaddingReport, measure_padding
 from jax_ddp_weighting.sampling.plan import Slots, Tail
-from jax_ddp_weighting.sampling.shapes import Group, choose_groups, fit_rows
+from jax_ddp_weighting.sampling.shapes import fit_rows
 
 _PLACES = "BudgetPlan.position(step) gives one."
 
@@ -45,16 +45,6 @@ class EpochSteps(int):
         """
         check_epoch("BudgetPlan.steps_per_epoch: epoch", epoch)
         return int(self)
-
-
-class _Layout(NamedTuple):
-    """What all epochs of a whole plan have in common."""
-
-    groups: tuple[Group, ...]
-    ids: Int64[np.ndarray, " examples"]  # by descending length
-    first_steps: Int64[np.ndarray, " groups"]  # before each group's, before any shuffle
-    ties: tuple[tuple[int, int], ...]  # places of one length that lie in several groups
-    width: int  # places that a step takes of the epoch's
 
 
 class _Parts(NamedTuple):
@@ -262,13 +252,13 @@ class BudgetPlan:
     @property
     def epoch_length(self) -> int:
         """Places of an epoch: where positions end."""
-        return self._whole_steps * self._layout.width
+        return self._layout.steps * self._layout.width
 
     @property
     def steps_per_epoch(self) -> EpochSteps:
         """Steps of every rank in an epoch: an int, that takes an epoch too and is the same then."""
         if self.whole is None:
-            return EpochSteps(self._whole_steps)
+            return EpochSteps(self._layout.steps)
         return EpochSteps(self._rest_ends[-1] if len(self._rest_ends) else 0)
 
     @property
@@ -345,7 +335,7 @@ class BudgetPlan:
         group = int(part.group[0])
         rows = np.arange(self._rows[group])
         slots = part.offset + rows * self.num_replicas + wanted[:, None]
-        ids, weights = self._look_up(epoch, group, part.turn, slots)
+        ids, weights = self._layout.look_up(epoch, group, part.turn, slots)
         return Slots(ids, weights, self._layout.groups[group].length)
 
     def slots(self, epoch: int, rank: int) -> Slots:
@@ -429,7 +419,7 @@ class BudgetPlan:
             row = np.arange(height)
             slots = part.offset[steps] + (row * self.num_replicas + wanted[:, None])[..., None]
             columns = ((ends - rows)[steps] + row[:, None]).reshape(-1)
-            found = self._look_up(epoch, group, part.turn[steps], slots)
+            found = self._layout.look_up(epoch, group, part.turn[steps], slots)
             for into, each in zip((ids, weights), found, strict=True):
                 into[:, columns] = each.reshape(len(wanted), -1)
         return ids, weights
@@ -439,30 +429,19 @@ class BudgetPlan:
         return digest_lengths(self.lengths)
 
     @cached_property
-    def _layout(self) -> _Layout:
+    def _layout(self) -> Layout:
         if self.whole is not None:
             return self.whole._layout
-        # by descending length; small types are sorted by radix, twenty times as fast
-        largest = int(self.lengths.max(initial=0))
-        keys = (largest - self.lengths).astype(np.min_scalar_type(largest))
-        ids = np.argsort(keys, kind="stable")
-        descending = self.lengths[ids]
-        groups = choose_groups(
-            descending,
+        return Layout.choose(
+            self.lengths,
             self.num_replicas,
             self.budget,
             self.shapes,
-            cut=self.tail == "drop",
             row_multiple=self.row_multiple,
             length_multiple=self.length_multiple,
+            seed=self.seed if self.shuffle else None,
+            tail=self.tail,
         )
-        steps = np.cumsum([0, *(group.steps for group in groups)])
-        width = max((group.rows for group in groups), default=0) * self.num_replicas
-        return _Layout(groups, ids, steps, _find_ties(descending, groups), width)
-
-    @property
-    def _whole_steps(self) -> int:
-        return int(self._layout.first_steps[-1])
 
     @cached_property
     def _rows(self) -> tuple[int, ...]:
@@ -479,8 +458,8 @@ class BudgetPlan:
     @cached_property
     def _left(self) -> Int64[np.ndarray, " steps"]:
         """Slots that count and are left to read, of each step of the whole plan."""
-        every = np.arange(self._whole_steps)
-        left = self._count_slots(*self._order_steps(self.only_epoch or 0, every))
+        every = np.arange(self._layout.steps)
+        left = self._layout.count_slots(*self._layout.order_steps(self.only_epoch or 0, every))
         step, offset = divmod(self.start, max(self._layout.width, 1))
         left[:step] = 0
         left[step : step + 1] = np.maximum(left[step : step + 1] - offset, 0)
@@ -489,30 +468,9 @@ class BudgetPlan:
     @cached_property
     def _rest_ends(self) -> Int64[np.ndarray, " steps"]:
         """How many steps of the rest lie before the end of each of the whole plan's."""
-        group, _ = self._order_steps(self.only_epoch or 0, np.arange(self._whole_steps))
+        group, _ = self._layout.order_steps(self.only_epoch or 0, np.arange(self._layout.steps))
         slots = np.array(self._rows, np.int64)[group] * self.num_replicas
         return np.cumsum(-(-self._left // slots))
-
-    def _order_steps(
-        self, epoch: int, steps: Int64[np.ndarray, " steps"]
-    ) -> tuple[Int64[np.ndarray, " steps"], Int64[np.ndarray, " steps"]]:
-        """The group of some steps of the whole plan in an epoch, and which of the group's."""
-        first = self._layout.first_steps
-        if self.shuffle:
-            steps = _shuffle_steps(self._whole_steps, derive_seed(self.seed, "steps"), epoch)[steps]
-        group = np.searchsorted(first, steps, side="right") - 1
-        return group, steps - first[group]
-
-    def _count_slots(
-        self, group: int | Int64[np.ndarray, " steps"], turn: Int64[np.ndarray, " steps"]
-    ) -> Int64[np.ndarray, " steps"]:
-        """Slots that count, of some of the whole plan's steps."""
-        groups, ranks = self._layout.groups, self.epoch_plan().num_replicas
-        slots = np.array([each.rows * ranks for each in groups], np.int64)[group]
-        if self.tail == "repeat":
-            return slots + 0 * turn
-        counts = np.array([each.count for each in groups], np.int64)[group]
-        return np.clip(counts - turn * slots, 0, slots)
 
     def _check_step(self, argument: str, step: int) -> int:
         steps = int(self.steps_per_epoch)
@@ -521,62 +479,15 @@ class BudgetPlan:
     def _find_parts(self, epoch: int, steps: Int64[np.ndarray, " steps"]) -> _Parts:
         """What steps of this plan read."""
         if self.whole is None:
-            return _Parts(*self._order_steps(epoch, steps), np.zeros_like(steps), steps)
+            return _Parts(*self._layout.order_steps(epoch, steps), np.zeros_like(steps), steps)
         ends = self._rest_ends
         whole_steps = np.searchsorted(ends, steps, side="right")
-        group, turn = self._order_steps(epoch, whole_steps)
+        group, turn = self._layout.order_steps(epoch, whole_steps)
         rows = np.array(self._rows, np.int64)[group]
         before = np.concatenate([[0], ends])[whole_steps]
         first, begun = divmod(self.start, max(self._layout.width, 1))
         offset = (steps - before) * rows * self.num_replicas + begun * (whole_steps == first)
         return _Parts(group, turn, offset, whole_steps)
-
-    def _look_up(
-        self,
-        epoch: int,
-        number: int,
-        turn: Int64[np.ndarray, " steps"],
-        slots: Int64[np.ndarray, "*shape"],
-    ) -> tuple[Int64[np.ndarray, "*shape"], Int32[np.ndarray, "*shape"]]:
-        """Ids and weights at some slots of a group's steps, past their ends too.
-
-        Args:
-            epoch: the epoch.
-            number: which group.
-            turn: which of its steps; the last axis of `slots`, or one.
-            slots: places in these steps, as the whole plan has them.
-        """
-        layout, whole = self._layout, self.epoch_plan()
-        group = layout.groups[number]
-        weights = (slots < self._count_slots(number, turn)).astype(np.int32)
-        places = (turn * (group.rows * whole.num_replicas) + slots) % group.count
-        if self.shuffle:
-            seed = derive_seed(self.seed, f"shape {number}")
-            places = keyed_order(places, group.count, seed=seed, epoch=epoch)
-        places = self._skip_dropped(epoch, group.start + places)
-        # who of equal length is in which group is for the epoch to say
-        for tie, (first, last) in enumerate(layout.ties if self.shuffle else ()):
-            tied = (places >= first) & (places < last)
-            if tied.any():
-                seed = derive_seed(self.seed, f"tie {tie}")
-                inside = places[tied] - first
-                places[tied] = first + keyed_order(inside, last - first, seed=seed, epoch=epoch)
-        return layout.ids[places], weights
-
-    def _skip_dropped(self, epoch: int, places: Int64[np.ndarray, "*s"]) -> Int64[np.ndarray, "*s"]:
-        """Places of the descending order, past those that are left out of this epoch."""
-        read = sum(group.count for group in self._layout.groups)
-        dropped = self.num_examples - read
-        if not dropped:
-            return places
-        out = np.arange(dropped) + read
-        if self.shuffle:
-            seed = derive_seed(self.seed, "dropped")
-            out = np.sort(
-                keyed_order(np.arange(dropped), self.num_examples, seed=seed, epoch=epoch)
-            )
-        # the k-th that is left out lies behind `out[k] - k` that are not
-        return places + np.searchsorted(out - np.arange(dropped), places, side="right")
 
     def check_epoch(self, function: str, epoch: int) -> int:
         """`epoch` as a Python int, if this plan has it; `function` is who asks."""
@@ -610,25 +521,3 @@ class BudgetPlan:
             f" budget={self.budget}, shapes={self.shapes}, seed={self.seed},"
             f" shuffle={self.shuffle}, tail={self.tail!r}{rest})"
         )
-
-
-@lru_cache(maxsize=4)  # this epoch's and the next one's, of training and of evaluation
-def _shuffle_steps(steps: int, seed: int, epoch: int) -> Int64[np.ndarray, " steps"]:
-    order = keyed_order(np.arange(steps), steps, seed=seed, epoch=epoch)
-    order.flags.writeable = False
-    return order
-
-
-def _find_ties(
-    descending: Int64[np.ndarray, " examples"], groups: tuple[Group, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Runs of one length that lie on both sides of a group's start."""
-    ascending = descending[::-1]
-    ties = {}
-    for group in groups[1:]:
-        length = descending[group.start]
-        if group.start and descending[group.start - 1] == length:
-            last = len(descending) - np.searchsorted(ascending, length, side="left")
-            first = len(descending) - np.searchsorted(ascending, length, side="right")
-            ties[int(first), int(last)] = None
-    return tuple(ties)

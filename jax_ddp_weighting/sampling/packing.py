@@ -1,12 +1,12 @@
 """Sequences packed into rows of one length: first fit, the longest first, window by window."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, Int64, Integer
+from jaxtyping import Int64
 
 from jax_ddp_weighting._arguments import (
     check_below,
@@ -18,6 +18,7 @@ from jax_ddp_weighting._arguments import (
     check_up_to,
 )
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_ids
+from jax_ddp_weighting.sampling.first_fit import fit_first
 from jax_ddp_weighting.sampling.lengths import (
     check_lengths,
     check_ranks,
@@ -25,10 +26,8 @@ from jax_ddp_weighting.sampling.lengths import (
     digest_lengths,
 )
 from jax_ddp_weighting.sampling.order import keyed_order
+from jax_ddp_weighting.sampling.packed_rows import NO_SEQUENCE
 from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
-
-NO_SEQUENCE = -1
-"""Stands in a row's ids where it holds no further sequence."""
 
 _WINDOW = 2**14  # first fit looks at every row of a window for every sequence of it
 
@@ -49,9 +48,10 @@ class PackedPlan:
 
     The rule: an epoch's order is cut into windows of about `window` sequences; of each window the
     longest sequence is taken first (give or take an eighth), and goes into the first row that has
-    room. So every sequence is in one row, whole; rows are then shuffled, and dealt out as an `EpochPlan` deals out ids, rank
-    by rank. Order and rows are functions of (seed, epoch) alone, the same on every machine and for
-    every number of ranks. Rows that fill a short last step hold nothing.
+    room. So every sequence is in one row, whole; rows are then shuffled, and dealt out as an
+    `EpochPlan` deals out ids, rank by rank. Order and rows are functions of (seed, epoch) alone,
+    the same on every machine and for every number of ranks. Rows that fill a short last step hold
+    nothing.
 
     How many rows there are, and so steps, may differ from epoch to epoch by a few: ask
     `steps_per_epoch(epoch)`.
@@ -367,94 +367,6 @@ class PackedPlan:
         )
 
 
-class PackedRows(NamedTuple):
-    """Rows as a model reads them, each of shape ``[..., length]``.
-
-    Attributes:
-        tokens: the sequences of each row, one behind the other, then 0.
-        segment_ids: 1 for the first sequence of a row, 2 for the second, and so on; 0 is padding.
-        positions: the place of a token in its own sequence, from 0.
-        weights: how much a token counts; 0 is padding.
-    """
-
-    tokens: np.ndarray
-    segment_ids: Int32[np.ndarray, "..."]
-    positions: Int32[np.ndarray, "..."]
-    weights: Float32[np.ndarray, "..."]
-
-
-def pack_rows(
-    ids: Integer[np.ndarray, "*rows most"],
-    sequence: Callable[[int], Any],
-    length: int,
-    *,
-    per: Literal["token", "sequence"] = "token",
-) -> PackedRows:
-    """Rows of tokens out of the ids that a `PackedPlan` puts together.
-
-    The rule: a row's sequences lie one behind the other, from its first place on. Tokens attend to
-    those of their own segment only, which is the model's to see to. A token weighs 1, or, where
-    ``per="sequence"``, one over the tokens of its sequence, so that every sequence counts once.
-
-    Args:
-        ids: ids of each row, -1 where it holds no further one: ``slots.ids`` of a `PackedPlan`, or
-            what `batches` hands to `fetch`.
-        sequence: ``sequence(id)`` returns the tokens of one sequence, ``[tokens]``.
-        length: tokens of a row: ``slots.length``.
-        per: what weighs 1: "token" or "sequence".
-
-    Returns:
-        `PackedRows` of the shape of `ids`, with `length` for its last axis; the dtype of tokens is
-        that of the sequences.
-
-    Raises:
-        ValueError: the sequences of a row are longer than it, or one has no or several axes.
-
-    Example:
-        >>> words = [[5, 6, 7], [8], [4, 4]]
-        >>> rows = pack_rows(np.array([[0, 2, -1], [1, -1, -1]]), words.__getitem__, 6)
-        >>> rows.tokens.tolist()
-        [[5, 6, 7, 4, 4, 0], [8, 0, 0, 0, 0, 0]]
-        >>> rows.segment_ids.tolist()
-        [[1, 1, 1, 2, 2, 0], [1, 0, 0, 0, 0, 0]]
-        >>> rows.positions.tolist()
-        [[0, 1, 2, 0, 1, 0], [0, 0, 0, 0, 0, 0]]
-    """
-    length = check_integer("pack_rows: length", length, 1, 2**31)
-    if per not in ("token", "sequence"):
-        raise ValueError(f'pack_rows: per must be "token" or "sequence", got {per!r}.')
-    ids = np.asarray(ids)
-    rows = ids.reshape(-1, ids.shape[-1])
-    found = [[np.asarray(sequence(int(i))) for i in row if i != NO_SEQUENCE] for row in rows]
-    flat = [tokens for row in found for tokens in row]
-    for tokens in flat:
-        if tokens.ndim != 1 or not len(tokens):
-            raise ValueError(
-                "pack_rows: sequence must return the tokens of one sequence, [tokens], got shape"
-                f" {tokens.shape}. Pack what goes with tokens in a call of its own."
-            )
-    dtype = np.result_type(*{tokens.dtype for tokens in flat}) if flat else np.dtype(np.int32)
-    shape = (len(rows), length)
-    tokens, weights = np.zeros(shape, dtype), np.zeros(shape, np.float32)
-    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    for row, sequences in enumerate(found):
-        held = sum(map(len, sequences))
-        if held > length:
-            raise ValueError(
-                f"pack_rows: a row must hold {length} tokens at most, got {held} of ids"
-                f" {rows[row][rows[row] != NO_SEQUENCE].tolist()}. The lengths that the plan was"
-                " given are not those of the sequences."
-            )
-        start = 0
-        for number, each in enumerate(sequences, 1):
-            place = slice(start, start := start + len(each))
-            tokens[row, place], segments[row, place] = each, number
-            positions[row, place] = np.arange(len(each))
-            weights[row, place] = 1 if per == "token" else 1 / len(each)
-    back = (*ids.shape[:-1], length)
-    return PackedRows(*(each.reshape(back) for each in (tokens, segments, positions, weights)))
-
-
 @lru_cache(maxsize=4)  # this epoch and the next, of training and of evaluation
 def _pack_epoch(plan: PackedPlan, epoch: int) -> Packing:
     n = plan.num_examples
@@ -489,38 +401,3 @@ def _pack_epoch(plan: PackedPlan, epoch: int) -> Packing:
     by_row = np.argsort(rows, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=total))])
     return Packing(ids[by_row], starts)
-
-
-def fit_first(
-    lengths: Int64[np.ndarray, "windows size"], length: int, most: int
-) -> Int64[np.ndarray, "windows size"]:
-    """The row of each sequence: the first one of its window with room, in the order given.
-
-    All windows take a step at once, so that the cost is one array operation for each place of a
-    window. A length of 0 is no sequence, and may be anywhere.
-
-    Args:
-        lengths: of the sequences of each window.
-        length: tokens of a row.
-        most: sequences of a row.
-    """
-    windows, size = lengths.shape
-    every = np.arange(windows)
-    room = np.full((windows, 8), length, np.int64)
-    number = np.zeros((windows, 8), np.int64)
-    rows = np.zeros((windows, size), np.int64)
-    opened = 0  # the most rows of any window
-    for place in range(size):
-        need = lengths[:, place]
-        if opened == room.shape[1]:  # twice as many, of which the new ones are empty
-            room = np.concatenate([room, np.full_like(room, length)], axis=1)
-            number = np.concatenate([number, np.zeros_like(number)], axis=1)
-        fits: Bool[np.ndarray, "windows rows"] = room[:, : opened + 1] >= need[:, None]
-        row = fits.argmax(axis=1)
-        rows[:, place] = row
-        room[every, row] -= need
-        number[every, row] += need > 0
-        full = number[every, row] >= most
-        room[every[full], row[full]] = 0  # for nothing more, however short
-        opened = max(opened, int(row.max()) + 1)
-    return rows

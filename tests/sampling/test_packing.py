@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_ddp_weighting import CoverageError, Ledger, PackedPlan, pack_rows
-from jax_ddp_weighting.sampling.packing import fit_first
+from jax_ddp_weighting.sampling.first_fit import fit_first
 
 EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "50"))
 law = settings(max_examples=EXAMPLES, deadline=None)
