@@ -83,7 +83,9 @@ def main():
                 words, losses = words + int(term.weight), [*losses, float(term.mean())]
                 ledger.add(batch.ids, batch.weights)
             ledger.check_exactly_once()
-            print(f"{name} epoch {epoch}: {len(losses)} steps, {words} words, loss {losses[-1]:.3f}")
+            print(
+                f"{name} epoch {epoch}: {len(losses)} steps, {words} words, loss {losses[-1]:.3f}"
+            )
         told = set(plan.step_shapes)
         print(f"{name}: compiled {len(traced)} shapes, all told before: {traced == told}")
 

@@ -76,8 +76,8 @@ class BudgetPlan:
     | "drop"   | none: ids that fill no step are left   | no copies, less than a step left out |
     |          | out, others in every epoch             |                                      |
 
-    A shape has two steps an epoch at least, where it has rows for them. So with few examples for
-    the budget, fewer `shapes` make larger steps.
+    A shape of eight examples or more has two steps an epoch at least, where it has rows for them.
+    So with few examples for the budget, fewer `shapes` make larger steps.
 
     Args:
         lengths: integers ``[examples]``, each in ``[1, budget]``: how many tokens, frames or nodes
@@ -100,12 +100,12 @@ class BudgetPlan:
         ValueError: an argument is out of range, or unknown.
 
     Example:
-        >>> plan = BudgetPlan([3, 5, 2, 9, 4, 2], num_replicas=2, budget=12, shapes=2)
+        >>> plan = BudgetPlan([3, 5, 2, 9, 4, 2], num_replicas=1, budget=12, shapes=3)
         >>> plan.step_shapes, plan.steps_per_epoch
-        (((1, 9), (2, 4)), 2)
-        >>> slots = plan.batch(epoch=0, step=0)
+        (((1, 9), (2, 5), (3, 3)), 3)
+        >>> slots = plan.batch(epoch=0, step=1)
         >>> slots.length, slots.ids.tolist(), slots.weights.tolist()
-        (4, [[0, 2], [5, 4]], [[1, 1], [1, 1]])
+        (3, [[2, 5, 0]], [[1, 1, 1]])
     """
 
     lengths: Any  # whatever is given; int64[examples] once it is checked
@@ -205,10 +205,13 @@ class BudgetPlan:
             ValueError: the epoch has no such position, or a number is out of range.
 
         Example:
-            >>> plan = BudgetPlan([3, 5, 2, 9, 4, 2], num_replicas=2, budget=12, shapes=2)
-            >>> rest = plan.resumed(0, plan.position(step=1), num_replicas=1)
-            >>> [rest.batch(0, step).ids.tolist() for step in range(rest.steps_per_epoch)]
-            [[[1]], [[3]]]
+            >>> plan = BudgetPlan([3, 5, 2, 9, 4, 2], num_replicas=1, budget=12, shapes=3)
+            >>> rest = plan.resumed(0, plan.position(step=1), num_replicas=2)
+            >>> for step in range(rest.steps_per_epoch):
+            ...     slots = rest.batch(0, step)
+            ...     print(slots.length, slots.ids.tolist(), slots.weights.tolist())
+            3 [[2, 0], [5, 2]] [[1, 1], [1, 0]]
+            5 [[1], [4]] [[1], [1]]
         """
         place = check_up_to("BudgetPlan.resumed: position", position, self.epoch_length, _PLACES)
         return replace(
@@ -391,9 +394,9 @@ class BudgetPlan:
             >>> lengths = np.random.default_rng(0).integers(1, 100, 1000)
             >>> report = BudgetPlan(lengths, num_replicas=2, budget=800, shapes=4).padding()
             >>> f"{report.plan.padding:.2f} in {report.plan.shapes} shapes"
-            '0.20 in 4 shapes'
+            '0.19 in 4 shapes'
             >>> f"{report.plain.padding:.2f} in {report.plain.shapes} shapes"
-            '0.46 in 19 shapes'
+            '0.46 in 16 shapes'
         """
         epoch = self.check_epoch("BudgetPlan.padding", epoch)
         order = keyed_order(

@@ -10,6 +10,8 @@ from jaxtyping import Float64, Int64, Integer
 # than these, since padding is flat around its least. The search costs their square.
 _CANDIDATES = 512
 
+_SHUFFLED = 8  # examples of a group that are worth two steps, so that others go together each time
+
 
 @dataclass(frozen=True)
 class Group:
@@ -44,9 +46,9 @@ def choose_groups(
 
     The rule: examples lie in descending order of length, cut into groups at multiples of the number
     of ranks, and a group's steps are full: where they hold more than the group, the longest of the
-    next one move up. So only the last step of the shortest shape has slots to spare. A group has
-    two steps at least, as far as it has rows for them: of one alone the same examples would go
-    together in every epoch.
+    next one move up. So only the last step of the shortest shape has slots to spare. A group of
+    eight examples or more has two steps at least, as far as it has rows for them: of one alone the
+    same examples would go together in every epoch.
 
     Args:
         descending: lengths, the longest first, at most `budget` each.
@@ -63,12 +65,12 @@ def choose_groups(
     longest = -(-longest // length_multiple) * length_multiple
     groups, start = [], 0
     budget //= row_multiple
-    ends = _cut_best(longest, shapes, budget)
+    ends = _cut_best(longest, shapes, budget, width)
     for end in ends:
         if start >= end:
             continue  # the group before has moved them all up
         length, left = int(longest[start]), end - start
-        least_steps = 1 if len(ends) == 1 else 2
+        least_steps = 2 if len(ends) > 1 and left * width >= _SHUFFLED else 1
         rows, steps = (int(each) for each in fit_rows(left, budget // length, least_steps))
         if cut and start + rows * steps > rounds:
             rows = left // -(-left // rows)
@@ -110,12 +112,14 @@ def find_least_padding(
     return 1 - float(descending.sum() / paid)
 
 
-def _cut_best(longest: Int64[np.ndarray, " rounds"], shapes: int, budget: int | None) -> list[int]:
+def _cut_best(
+    longest: Int64[np.ndarray, " rounds"], shapes: int, budget: int | None, width: int = 1
+) -> list[int]:
     """Where the groups of least cost end, by dynamic programming over where they may."""
     if not len(longest):
         return []
     places = _find_candidates(longest)
-    cost = _cost_groups(longest, places, budget)
+    cost = _cost_groups(longest, places, budget, width)
     # least[k][j]: the least cost of what lies before candidate j, in k + 1 groups; begins[k][j]:
     # the candidate at which the last of these groups begins
     least, begins = [cost[0]], [np.zeros(len(places), np.int64)]
@@ -143,7 +147,10 @@ def _find_candidates(longest: Int64[np.ndarray, " rounds"]) -> Int64[np.ndarray,
 
 
 def _cost_groups(
-    longest: Int64[np.ndarray, " rounds"], places: Int64[np.ndarray, " places"], budget: int | None
+    longest: Int64[np.ndarray, " rounds"],
+    places: Int64[np.ndarray, " places"],
+    budget: int | None,
+    width: int,
 ) -> Float64[np.ndarray, "starts places"]:
     """Tokens that a group from one place to another pays for, infinite where it is empty."""
     lengths = longest[places[:-1], None]
@@ -153,7 +160,7 @@ def _cost_groups(
     if budget is None:
         held = left
     else:
-        least_steps = np.full(left.shape, 2)
+        least_steps = np.where(left * width >= _SHUFFLED, 2, 1)
         least_steps[0, -1] = 1  # all in one shape: of a single step nothing is to be shuffled
         rows, steps = fit_rows(left, budget // lengths, least_steps)
         held = rows * steps
