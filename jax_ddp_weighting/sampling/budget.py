@@ -188,7 +188,8 @@ class BudgetPlan:
 
         The rule: what is left is read in the epoch's own order. Each step of the whole plan is
         dealt out anew: to more ranks as one step of fewer rows, to fewer ranks as several, so that
-        none is over the budget. The shapes are again as many at most, of the same lengths; what
+        none is over the budget. A position is one of the plan that it came from, whose steps hang
+        on its ranks and its budget too: make that plan again, then resume. The shapes are again as many at most, of the same lengths; what
         such a step has to spare weighs 0, whatever the tail.
 
         Args:

@@ -193,6 +193,17 @@ def test_a_step_over_packed_rows_is_the_mean_over_all_tokens_or_sequences():
         assert int(report.weight) == 57
 
 
+def test_a_key_for_each_example_is_refused_where_rows_hold_several():
+    def loss_fn(params, batch, rng):
+        return weighted_sum(params["w"] * batch.data["tokens"], batch.data["weights"])
+
+    step = make_train_step(loss_fn, data_mesh(1), rng_per="example")
+    state = TrainState.create(apply_fn=None, params={"w": jnp.float32(0)}, tx=optax.sgd(0.5))
+    batch = next(batches(PackedPlan(LENGTHS, 1, 2, 64), 0, fetch_packed, data_mesh(1)))
+    with pytest.raises(ValueError, match=r"ids must be one for each row .* PackedPlan"):
+        step(state, batch, jax.random.key(0))
+
+
 def pad_to(extra):
     def fetch(ids, length):
         return np.zeros((len(ids), length + extra), np.float32)
