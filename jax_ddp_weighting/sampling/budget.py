@@ -188,9 +188,11 @@ class BudgetPlan:
 
         The rule: what is left is read in the epoch's own order. Each step of the whole plan is
         dealt out anew: to more ranks as one step of fewer rows, to fewer ranks as several, so that
-        none is over the budget. A position is one of the plan that it came from, whose steps hang
-        on its ranks and its budget too: make that plan again, then resume. The shapes are again as many at most, of the same lengths; what
+        none is over the budget. The shapes are again as many at most, of the same lengths; what
         such a step has to spare weighs 0, whatever the tail.
+
+        A position is one of the plan that it came from, whose steps hang on its ranks and its
+        budget too: make that plan again, as it was, and resume it.
 
         Args:
             epoch: the epoch that was stopped; the plan knows no other.
@@ -306,6 +308,10 @@ class BudgetPlan:
             f" lengths {self._digest}",
             "tail": self.tail,
         }
+
+    def fingerprint_of(self, epoch: int) -> dict[str, Any]:
+        """The same for one epoch: of this plan all epochs have one."""
+        return self.fingerprint
 
     def shape(self, epoch: int, step: int) -> tuple[int, int]:
         """The rows and the length of a step, on every rank.

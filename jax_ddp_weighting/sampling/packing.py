@@ -261,6 +261,10 @@ class PackedPlan:
             "tail": self.tail,
         }
 
+    def fingerprint_of(self, epoch: int) -> dict[str, Any]:
+        """The same for one epoch: of this plan all epochs have one."""
+        return self.fingerprint
+
     @cached_property
     def _digest(self) -> str:
         return digest_lengths(self.lengths)
