@@ -44,7 +44,7 @@ def told(name, plan, fetch=fetch):
 told("budgets", jdw.BudgetPlan(lengths, 2, 90 + rank, shapes=3))
 told("lengths", jdw.BudgetPlan(np.roll(lengths, rank), 2, 90, shapes=3))
 told("rests", whole.resumed(0, 0, budget=90 - 60 * rank))
-told("kinds", packed if rank else whole)
+told("kinds", packed if rank else whole, lambda ids, length: np.zeros((len(ids), length), np.int32))
 told("short rows", whole, lambda ids, length: fetch(ids, length - rank))
 """
 
