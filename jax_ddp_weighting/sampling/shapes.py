@@ -140,10 +140,11 @@ def _find_candidates(longest: Int64[np.ndarray, " rounds"]) -> Int64[np.ndarray,
     rounds = len(longest)
     if rounds <= _CANDIDATES:
         return np.arange(rounds + 1)
-    by_number = np.linspace(0, rounds, _CANDIDATES // 2, dtype=np.int64)
-    lengths = np.linspace(longest[0], longest[-1], _CANDIDATES // 2)
+    parts = _CANDIDATES // 2
+    part = np.arange(parts + 1)  # in integers: floats may differ between machines
+    lengths = longest[0] - part * (longest[0] - longest[-1]) // parts
     by_length = np.searchsorted(-longest, -lengths)
-    return np.unique(np.concatenate([by_number, by_length, [0, rounds]]))
+    return np.unique(np.concatenate([part * rounds // parts, by_length]))
 
 
 def _cost_groups(

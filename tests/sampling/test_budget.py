@@ -390,3 +390,15 @@ def test_what_a_plan_does_not_have_is_refused_in_words():
             ask()
     with pytest.raises(TypeError, match=r"BudgetPlan.batch: ranks must be a sequence"):
         plan.batch(0, 0, 1)
+
+
+RECORDED_SHAPES = ((4, 892), (5, 747), (7, 568), (10, 363), (18, 183))
+RECORDED_IDS = [989, 1185, 289, 1517]
+
+
+def test_a_plan_is_the_same_on_every_machine():
+    """Recorded: a plan that changes would break off every epoch that is under way."""
+    lengths = [(i * i * 7919) % 897 + 1 for i in range(2000)]
+    plan = BudgetPlan(lengths, 2, 4000, shapes=5, seed=7)
+    assert plan.step_shapes == RECORDED_SHAPES
+    assert plan.batch(3, 11).ids[0].tolist() == RECORDED_IDS
