@@ -219,6 +219,64 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "weighting/divisors.py",
+        ("weighting/test_divisors.py",),
+        (
+            "a divisor that may differ from rank to rank",
+            "mesh.varies(divisor, axis_name)",
+            "False",
+            "weighting/test_divisors.py::test_a_divisor_that_differs_from_rank_to_rank_is_refused",
+        ),
+        (
+            "a divisor of what is counted once",
+            "if name in divisors and each.counted_once:",
+            "if False:",
+            "weighting/test_divisors.py::test_a_term_that_is_counted_once_takes_no_divisor",
+        ),
+    ),
+    *of(
+        "weighting/denominators.py",
+        ("weighting/test_divisors.py",),
+        (
+            "a bad divisor that is not counted",
+            "bad = jnp.where(found.bad == 0, bad.astype(found.bad.dtype), found.bad)",
+            "bad = found.bad",
+            "weighting/test_divisors.py::test_what_turns_out_bad_on_a_device_is_counted_and_nothing_else[-1.0]",
+        ),
+    ),
+    *of(
+        "weighting/statistics.py",
+        ("weighting/test_statistics.py",),
+        (
+            "statistics that a gradient flows through",
+            "lambda each: lax.stop_gradient(_to_float(each))",
+            "lambda each: _to_float(each)",
+            "weighting/test_statistics.py::test_no_gradient_flows_through_them",
+        ),
+        (
+            "statistics of one rank",
+            "sums = sum_over_ranks(sums, axis_name)",
+            "sums = sum_over_ranks(sums, None)",
+            "weighting/test_statistics.py::test_they_cost_one_all_reduce_for_each_dtype_whatever_their_shapes",
+        ),
+        (
+            "integer statistics that overflow",
+            "return as_sum(as_wide(value))",
+            "return as_wide(value)",
+            "weighting/test_statistics.py::test_integers_do_not_overflow_and_narrow_numbers_do_not_stop_counting",
+        ),
+    ),
+    *of(
+        "train/step.py",
+        ("train/test_step_divisors.py",),
+        (
+            "a step that is skipped though a divisor is constant",
+            "given = [loss.divisors[name] > 0 for name in pulls if name in loss.divisors]",
+            "given = [loss.terms[name].weight > 0 for name in pulls if name in loss.divisors]",
+            "train/test_step_divisors.py::test_a_step_is_skipped_where_all_that_pulls_is_divided_by_0",
+        ),
+    ),
+    *of(
         "weighting/loss_terms.py",
         TERMS,
         (
