@@ -16,8 +16,10 @@ FLOORS = (
 
 PUBLIC = {
     "sampling": (
-        *("CoverageError", "DistributedSampler", "EpochAudit", "EpochPlan", "Ledger", "Slots"),
-        *("audit_ids", "keyed_order", "manifest_hash", "torch_order"),
+        *("CoverageError", "DistributedSampler", "EpochAudit", "EpochPlan", "GroupedOrder"),
+        *("Ledger", "MixtureOrder", "Slots", "SourceAudit", "WeightedOrder", "audit_ids"),
+        *("grouped_order", "keyed_order", "manifest_hash", "mixture_order", "torch_order"),
+        "weighted_order",
     ),
     "distributed": ("ENGINES", "data_mesh", "force_cpu_devices"),
     "data": (

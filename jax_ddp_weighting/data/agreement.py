@@ -31,8 +31,8 @@ class EpochRecord:
         seed: the plan's seed.
         epoch: the epoch.
         shuffle: whether ids are read in an order of the epoch's own.
-        order: "keyed", "torch", or the digest of an order of one's own; and the place from which a
-            resumed plan reads it.
+        order: "keyed", "torch", or the digest of an order of one's own, in this epoch; the
+            place from which a resumed plan reads it; and the digest of a plan's own weights.
         tail: "mask", "repeat" or "drop".
         batch_size: rows per rank and step.
         steps: steps in the epoch.
@@ -102,9 +102,11 @@ class EpochRecord:
                 "EpochRecord.of: manifest_hash must not be empty, got ''. manifest_hash(ids) makes "
                 "one."
             )
-        fingerprint = plan.fingerprint
+        fingerprint = plan.fingerprint_of(epoch)
         if plan.start:  # processes that go on from different places read different ids
             fingerprint["order"] += f" from place {plan.start}"
+        if own := fingerprint.pop("weights", ""):
+            fingerprint["order"] += f" with {own}"
         return cls(
             world_size=plan.num_replicas,
             rank=coordination.this_process()[0],

@@ -69,7 +69,7 @@ def batches(
     Returns:
         An iterator of `plan.steps_per_epoch - start_step` batches, every leaf a global array
         `[num_replicas * batch_size, ...]` sharded over the axis. Ids are int32, or int64 where
-        x64 is on when it is called; weights are int32.
+        x64 is on when it is called; weights are int32, or float32 where the plan has its own.
 
     Raises:
         TypeError: a number is none; at once. `fetch` returned something that is no number.
@@ -107,7 +107,7 @@ def batches(
     # met here and not at the first batch: all processes make their streams in the same order
     meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
     reading = {
-        **plan.fingerprint,
+        **plan.fingerprint_of(epoch),
         "num_replicas": plan.num_replicas,
         "batch_size": plan.batch_size,
         "steps": steps,
