@@ -16,10 +16,11 @@ FLOORS = (
 
 PUBLIC = {
     "sampling": (
-        *("CoverageError", "DistributedSampler", "EpochAudit", "EpochPlan", "GroupedOrder"),
-        *("Ledger", "MixtureOrder", "Slots", "SourceAudit", "WeightedOrder", "audit_ids"),
-        *("grouped_order", "keyed_order", "manifest_hash", "mixture_order", "torch_order"),
-        "weighted_order",
+        *("CoverageError", "DistributedBatchSampler", "DistributedSampler", "EpochAudit"),
+        *("EpochPlan", "GroupedOrder", "Ledger", "MixtureOrder", "SamplerOrder"),
+        *("ShardedIterable", "Slots", "SourceAudit", "WeightedOrder", "audit_ids"),
+        *("grouped_order", "keyed_order", "manifest_hash", "mixture_order", "sampler_order"),
+        *("torch_order", "weighted_order"),
     ),
     "distributed": ("ENGINES", "data_mesh", "force_cpu_devices"),
     "data": (
