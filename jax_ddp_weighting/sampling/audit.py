@@ -35,6 +35,12 @@ class SourceAudit:
             epoch 0. By its order: what a tail leaves out counts as drawn.
         unique: different ids of it in accepted slots.
         due: how many ids are left of its own epoch by then.
+
+    Example:
+        >>> from jax_ddp_weighting import EpochPlan, mixture_order
+        >>> plan = EpochPlan.from_order(mixture_order([2, 5], [1, 1], 6), 2, 3)
+        >>> plan.audit(0).sources[0]
+        SourceAudit(draws=3, epochs=1, unique=2, due=1)
     """
 
     draws: int

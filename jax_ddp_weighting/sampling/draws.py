@@ -22,6 +22,11 @@ class WeightedOrder:
         num_samples: draws in an epoch.
         replacement: whether an id may be drawn several times in an epoch.
         seed: chooses the draws.
+
+    Example:
+        >>> order = weighted_order([1, 3], 4)
+        >>> order.num_examples, order.num_samples, order.repeats
+        (2, 4, True)
     """
 
     weights: Float64[np.ndarray, " num_examples"]

@@ -19,6 +19,11 @@ class GroupedOrder:
         lengths: float64 ``[num_examples]``.
         group: ids in a block.
         seed: chooses the orders.
+
+    Example:
+        >>> order = grouped_order([3, 1, 2], 2)
+        >>> order.num_examples, order.num_samples, order.repeats
+        (3, 3, False)
     """
 
     lengths: Float64[np.ndarray, " num_examples"]

@@ -44,6 +44,11 @@ class MixtureOrder:
         parts: draws from each source in a period; their sum is the period.
         num_samples: draws in an epoch.
         seed: chooses the orders of the sources.
+
+    Example:
+        >>> order = mixture_order([4, 100], [0.25, 0.75], 8)
+        >>> order.parts, order.period, order.count_draws(10)
+        ((1, 3), 4, (2, 8))
     """
 
     lengths: tuple[int, ...]

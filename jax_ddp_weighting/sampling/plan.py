@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
-from jaxtyping import Float, Float32, Int32, Int64, Integer
+from jaxtyping import Float, Int64, Integer, Real
 
 from jax_ddp_weighting._arguments import (
     check_below,
@@ -47,7 +47,7 @@ class Slots:
     """
 
     ids: Int64[np.ndarray, "*shape"]
-    weights: Int32[np.ndarray, "*shape"] | Float32[np.ndarray, "*shape"]
+    weights: Real[np.ndarray, "*shape"]
 
 
 @dataclass(frozen=True)

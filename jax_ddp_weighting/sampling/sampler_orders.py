@@ -15,6 +15,10 @@ class SamplerOrder:
     Args:
         sampler: the sampler.
         seed: seeds its generator, with the epoch, where it has one.
+
+    Example:
+        >>> sampler_order([2, 0, 1])(epoch=5)
+        [2, 0, 1]
     """
 
     sampler: Any

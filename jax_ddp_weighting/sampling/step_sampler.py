@@ -36,7 +36,7 @@ class DistributedBatchSampler:
         [[1, 3]]
         >>> full = DistributedBatchSampler(plan, rank=1, padding=True)
         >>> list(full), full.weights(step=1)
-        ([[1, 3], [0, 1]], array([0, 0], dtype=int32))
+        ([[1, 3], [0, 2]], array([0, 0], dtype=int32))
     """
 
     def __init__(self, plan: EpochPlan, rank: int, *, padding: bool = False) -> None:
