@@ -1,5 +1,6 @@
 """A plan's slots as sharded device batches, fetched ahead of the step that needs them."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from jax_ddp_weighting.data.row_format import describe_rows
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import RankPlacement, check_device_values, id_dtype
+from jax_ddp_weighting.sampling.order import GivenOrder
 from jax_ddp_weighting.sampling.plan import EpochPlan, Slots, check_plan
 
 Fetch = Callable[[np.ndarray], PyTree]
@@ -104,6 +106,13 @@ def batches(
     prefetch = check_at_least("batches: prefetch", prefetch, 0, "0 fetches without a thread.")
     coordination.check_timeout("batches: timeout_s", timeout_s)
     _check_ids_fit(plan)
+    if epoch and isinstance(plan.order, GivenOrder) and plan.order.repeats:
+        warnings.warn(
+            f"batches: epoch {epoch} reads the ids of epoch 0 again: the plan's order is one draw,"
+            " for all epochs. Give EpochPlan.from_order a function of the epoch, such as"
+            " weighted_order(weights, num_samples).",
+            stacklevel=2,
+        )
     # met here and not at the first batch: all processes make their streams in the same order
     meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
     reading = {

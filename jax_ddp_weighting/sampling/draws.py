@@ -100,6 +100,9 @@ class WeightedOrder:
             ids, weights = ids[rest], weights[rest]
         return np.concatenate(found)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_sums"}
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WeightedOrder) and self.digest == other.digest
 

@@ -168,7 +168,7 @@ def test_a_sources_own_epochs_are_passed_on():
         (
             ((i for i in [1]), 2, 0),
             TypeError,
-            r"must be .*got generator, which can be read but once",
+            r"source must .*got generator, which can be read but",
         ),
         ((5, 2, 0), TypeError, r"source must be .*got int, which cannot be read"),
         (([1], 2, 2), ValueError, r"rank must be in \[0, 2\), got 2"),
