@@ -103,7 +103,7 @@ MUTATIONS = [
             "a source that is drawn from too soon",
             "while to_come and to_come[0][0] <= slot:",
             "while to_come:",
-            "sampling/test_drawn_orders.py::test_a_mixture_keeps_shares_and_every_sources_own_epochs",
+            "sampling/test_drawn_orders.py::test_a_mixture_of_any_floats_keeps_its_shares_nearly",
         ),
     ),
     *of(
