@@ -92,9 +92,11 @@ def grouped_order(
     """An order of blocks of similar length: every id once, shuffled anew in every epoch.
 
     The rule: ids are sorted by length, those of equal length in an order of the epoch's own, cut
-    into blocks of `group`, and the blocks shuffled, and the ids within each. Where ids do not fill
-    the last block, the short one is read last, and may hold any lengths. So a step whose rows over
-    all ranks are `group`, or divide it, holds ids of one block. It costs a sort of the whole epoch.
+    into blocks of `group`, and the blocks shuffled, and the ids within each. A step whose rows over
+    all ranks are `group`, or divide it, holds ids of one block. Where ids do not fill the last
+    block, the short one is read last: which lengths it holds, and so where other blocks begin, is
+    the epoch's own too. (Where all lengths differ and all blocks are full, a block holds the same
+    ids in every epoch, in another order.) It costs a sort of the whole epoch.
 
     Args:
         lengths: one for each example, ``[num_examples]``, finite and at least 0.
