@@ -16,10 +16,11 @@ FLOORS = (
 
 PUBLIC = {
     "sampling": (
-        *("CoverageError", "DistributedBatchSampler", "DistributedSampler", "EpochAudit"),
-        *("EpochPlan", "GroupedOrder", "Ledger", "MixtureOrder", "SamplerOrder"),
-        *("ShardedIterable", "Slots", "SourceAudit", "WeightedOrder", "audit_ids"),
-        *("grouped_order", "keyed_order", "manifest_hash", "mixture_order", "sampler_order"),
+        *("BudgetPlan", "CoverageError", "DistributedBatchSampler", "DistributedSampler"),
+        *("EpochAudit", "EpochPlan", "GroupedOrder", "Ledger", "MixtureOrder", "PackedPlan"),
+        *("PackedRows", "PaddingReport", "SamplerOrder", "ShardedIterable", "Slots"),
+        *("SourceAudit", "StepPadding", "WeightedOrder", "audit_ids", "grouped_order"),
+        *("keyed_order", "manifest_hash", "mixture_order", "pack_rows", "sampler_order"),
         *("torch_order", "weighted_order"),
     ),
     "distributed": ("ENGINES", "data_mesh", "force_cpu_devices"),
