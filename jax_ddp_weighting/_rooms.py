@@ -25,8 +25,8 @@ PUBLIC = {
     ),
     "distributed": ("ENGINES", "data_mesh", "force_cpu_devices"),
     "data": (
-        *("Batch", "DisagreementError", "EpochRecord", "JOIN_CONVENTIONS", "batches"),
-        *("check_agreement", "global_batch", "join_batches"),
+        *("Batch", "DevicePlan", "DisagreementError", "EpochRecord", "JOIN_CONVENTIONS"),
+        *("batches", "check_agreement", "global_batch", "join_batches"),
     ),
     "weighting": (
         *("GlobalLoss", "WeightedSum", "rank_share", "valid_labels", "value_and_grad"),
