@@ -83,7 +83,7 @@ MUTATIONS = [
             "a carry of the product that is lost",
             "(middle >> 16) + (other >> 16)",
             "(middle >> 16)",
-            "data/test_device_plan.py::test_ids_are_numpys_for_any_plan",
+            "data/test_device_plan.py::test_beyond_32_bits_x64_is_needed",
         ),
         (
             "an epoch without a table reads another's",
