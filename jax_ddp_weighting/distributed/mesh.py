@@ -212,6 +212,33 @@ def varies(value: jax.Array, axis_name: AxisName) -> bool:
     return not _varying(value).isdisjoint(_names(axis_name))
 
 
+def varying_axes(value: Any) -> frozenset[str]:
+    """The mapped axes over which the value's type says that it may differ.
+
+    None where types do not tell: `shard_map(check_vma=False)`, `pmap`, `vmap`.
+    """
+    return _varying(value)
+
+
+def names_of(axis_name: AxisName | None) -> tuple[str, ...]:
+    """The names of one axis, of several, or of none."""
+    return () if axis_name is None else _names(axis_name)
+
+
+def is_mapped(name: str) -> bool:
+    """Whether the axis is mapped here."""
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The axes that the `shard_map`s around here map."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def unnamed_axes(
     tree: PyTree, axis_name: AxisName | None, *, parameters: PyTree
 ) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ from jax_ddp_weighting.weighting.loss_terms import (
     unpack,
 )
 from jax_ddp_weighting.weighting.microbatches import Rows, check_rows, take_microbatch
+from jax_ddp_weighting.weighting.param_specs import Layout, ParamSpecs, find_layout
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 
@@ -74,6 +75,7 @@ def value_and_grad(
     axis_name: AxisName | None = None,
     microbatches: int = 1,
     coefficients: Mapping[str, Any] | None = None,
+    param_specs: ParamSpecs | None = None,
     has_aux: bool = False,
     has_state: bool = False,
 ) -> Callable[..., tuple[Any, PyTree]]:
@@ -93,13 +95,23 @@ def value_and_grad(
         loss_fn: `loss_fn(params, batch)` returns a `WeightedSum` (see `weighted_sum`), or a dict of
             them that `coefficients` combines. No gradient flows into weights.
         axis_name: the mapped data axis (or a tuple of axes) inside `shard_map`, `pmap` or `vmap`;
-            None for the global view of `jit`, and for one device. Parameters must be the same on
-            every rank of it; parameters sharded over it belong under `jit`.
+            None for the global view of `jit`, and for one device. It names every axis that rows lie
+            over, or parts of rows, such as the tokens of a long one.
         microbatches: how many microbatches to split the rows into. Microbatch `k` of `K` holds rows
             `k, k + K, k + 2K, ...`, so that the rows of a sharded batch stay on their device.
         coefficients: one factor per term, for loss functions that return a dict. A term of
             coefficient 0 is a metric: it is summed and reported, and pulls no gradient. Of a traced
             coefficient nothing is known beforehand, so its term is no metric, even where it is 0.
+        param_specs: which parameters are sharded over mapped axes: a pytree of `PartitionSpec`s, in
+            the structure of `params` or of its first levels, or one for all. What is not sharded
+            over an axis of `axis_name` must be the same on every rank of it. `loss_fn` is given the
+            rank's shards, and does by hand what it does with them: `all_gather(..., tiled=True)`
+            where a parameter is needed whole, `psum` of partial products, `all_to_all` to experts.
+            Each shard gets its own gradient, summed once: over the ranks that use it by the
+            transposes of those collectives, and over the axes that its spec does not name. Where
+            `loss_fn` communicates over a mapped axis that `axis_name` does not name, its total must
+            be the same on every rank of that axis. In the global view, where JAX knows how arrays
+            lie, specs say nothing.
         has_aux: `loss_fn` returns `(sums, aux)`.
         has_state: `loss_fn(params, batch, state=state)` returns `(sums, state)`, or
             `(sums, state, aux)`. A state is what a model keeps beside its parameters, such as
@@ -122,7 +134,9 @@ def value_and_grad(
             that is no float; parameters are not floats; a state is given without `has_state`.
         ValueError: leaves of the batch differ in their number of rows, or the microbatches do not
             divide it; `coefficients` do not name the terms; the axis is not mapped, or rows lie
-            over another one too; the state comes back in another shape, or not the same on every
+            over another one too; a parameter is sharded over an axis that its spec does not name
+            (found by its type in a checked `shard_map`, elsewhere where `loss_fn` gathers it), or a
+            spec cannot be right; the state comes back in another shape, or not the same on every
             rank (both as far as types tell: in `shard_map` with its varying-axes check).
 
     Matches: one device that holds the whole batch, to 1e-12 in float64, in all five regimes on jax
@@ -147,9 +161,28 @@ def value_and_grad(
         >>> loss, gradient = step(2.0, batch, replicated=jnp.array([3.0, 1.0]))
         >>> float(gradient)  # (3 * 1 + 1 * 9) / 6
         2.0
+
+        A parameter of which each rank holds a part, gathered by hand:
+
+        >>> from jax.sharding import PartitionSpec as P
+        >>> def gathering_loss(shard, x):
+        ...     return weighted_sum(x @ jax.lax.all_gather(shard, "data", tiled=True))
+        >>> step = value_and_grad(gathering_loss, axis_name="data", param_specs=P("data"))
+        >>> mapped = jax.shard_map(
+        ...     step, mesh=data_mesh(1), in_specs=P("data"), out_specs=(P(), P("data"))
+        ... )
+        >>> loss, gradient = mapped(jnp.ones(2), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+        >>> gradient.tolist()
+        [2.0, 3.0]
     """
     options = GradientOptions(
-        loss_fn, axis_name, microbatches, coefficients, has_aux=has_aux, has_state=has_state
+        loss_fn,
+        axis_name,
+        microbatches,
+        coefficients,
+        has_aux=has_aux,
+        has_state=has_state,
+        param_specs=param_specs,
     )
 
     def global_value_and_grad(
@@ -183,6 +216,7 @@ class GradientOptions:
         has_aux: whether `loss_fn` returns auxiliary output.
         has_state: whether it takes and returns a state.
         has_accepted: whether the weight of the batch's rows is summed too, as a training step asks.
+        param_specs: which parameters are sharded over mapped axes, or None for none of them.
     """
 
     loss_fn: LossFn
@@ -192,6 +226,7 @@ class GradientOptions:
     has_aux: bool = False
     has_state: bool = False
     has_accepted: bool = False
+    param_specs: ParamSpecs | None = None
 
     def __post_init__(self) -> None:
         checked = check_microbatches("value_and_grad: microbatches", self.microbatches)
@@ -235,7 +270,7 @@ def take_gradient(
 
     Args:
         options: what it is taken of, and how.
-        params: parameters, floats; the same on every rank.
+        params: parameters, floats; the same on every rank, but for those that are sharded.
         batch: the rank's rows.
         rng: one key, which is folded with the microbatch's number.
         row_keys: keys `[rows]` in place of it, which go where their rows go.
@@ -258,15 +293,36 @@ def take_gradient(
         # inside the loop, at every microbatch.
         params = mesh.vary(shared, axis_name)
     rows = Rows(batch, rng, row_keys, replicated)
+    layout = _find_layout(options, params, rows, state, shared=shared)
     take = pull_back if options.microbatches == 1 else _accumulate
     found = take(options, params, rows, state, shared=shared)
     totals, gradients = sum_over_ranks(found.totals, axis_name), found.gradients
-    if axis_name is not None:
-        gradients = lax.psum(gradients, axis_name)
+    gradients = layout.sum_gradients(gradients)
     good = found.divided_by.bad == 0
     totals = jax.tree.map(lambda total: jnp.where(good, total, jnp.zeros_like(total)), totals)
     loss = _report(options, totals, found.divided_by)
     return StepGradient(loss, gradients, found.divided_by.accepted, found.state, found.aux)
+
+
+def _find_layout(
+    options: GradientOptions, params: PyTree, rows: Rows, state: PyTree, *, shared: PyTree
+) -> Layout:
+    """Over which axes each gradient is to be summed."""
+
+    def totals_of(params: PyTree, rows: Rows, state: PyTree) -> dict[str, Array]:
+        first = take_microbatch(rows, 0, options.microbatches)
+        return call_loss(options, params, first, state, shared=shared)[0]
+
+    return find_layout(
+        options.param_specs,
+        options.axis_name,
+        shared,
+        totals_of,
+        rows,
+        state,
+        varied=params,
+        caller="value_and_grad",
+    )
 
 
 def _report(
