@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jax_ddp_weighting.distributed import mesh
-from jax_ddp_weighting.distributed.collectives import OTHERS, Collective, find_collectives
+from jax_ddp_weighting.distributed.collectives import Collective, Program, trace
 from jax_ddp_weighting.distributed.mesh import AxisName
 
 ParamSpecs = PyTree[Any]
@@ -157,10 +157,12 @@ def find_layout(
         varying.update(*map(mesh.varying_axes, jax.tree.leaves(totals)))
         return totals
 
-    used = find_collectives(watch, varied, *others)
+    program = trace(watch, varied, *others)
+    used, _ = program.find_collectives(own)
     _check_alone(used, alone & varying, named, caller)
     _check_moves(used, own, paths, caller)
     over = _find_copies(used, named, specs, caller)
+    _check_copies(program, own, over, named, caller)
     copies = math.prod(mesh.axis_size(axis, caller=caller) for axis in over)
     every = (*named, *over)
     return Layout(tuple(tuple(a for a in every if a not in each) for each in own), copies)
@@ -184,7 +186,7 @@ def _check_alone(
     """Raises `ValueError` for what looks like an ensemble, and is none: its members talk."""
     for each in used:
         axes = each.axes & alone
-        if axes and not each.origins <= {OTHERS}:
+        if axes and each.leaves:
             every = (*named, *sorted(axes))
             raise ValueError(
                 f"{caller}: axis_name must name every mapped axis that rows lie over, got "
@@ -251,9 +253,9 @@ def _check_moves(
 ) -> None:
     """Raises `ValueError` for a parameter that is gathered over an axis its spec does not name."""
     for each in used:
-        if OTHERS in each.origins or not each.name.startswith(_MOVES):
+        if each.others or not each.name.startswith(_MOVES):
             continue
-        for i in sorted(each.origins):
+        for i in sorted(each.leaves):
             for axis in filter(_has_no_types, sorted(each.axes - own[i])):
                 raise ValueError(
                     f"{caller}: param_specs must name every axis that a parameter is sharded over, "
@@ -269,7 +271,7 @@ def _find_copies(
     """The axes that the loss communicates over, and over which no rows lie."""
     over: dict[str, None] = {}
     for each in used:
-        if each.origins <= {OTHERS}:
+        if not each.leaves:
             continue  # no gradient flows through it
         over.update(dict.fromkeys(filter(_has_no_types, sorted(each.axes - set(named)))))
     if over and specs is None:
@@ -281,3 +283,28 @@ def _find_copies(
             f"the axis; and axis_name={every!r} if rows or tokens are spread over it too."
         )
     return tuple(over)
+
+
+def _check_copies(
+    program: Program,
+    own: Sequence[frozenset[str]],
+    over: tuple[str, ...],
+    named: tuple[str, ...],
+    caller: str,
+) -> None:
+    """Raises `ValueError` where the total differs over an axis that no rows are said to lie over.
+
+    Where types do not tell it, the loss does: what no parameter makes different from rank to rank,
+    and is communicated all the same, must come from rows that are.
+    """
+    used, _ = program.find_collectives(own)
+    spread = [each.axes - each.varying for each in used if each.others]
+    _, varying = program.find_collectives(own, frozenset(over) & frozenset().union(*spread))
+    wrong = tuple(axis for axis in over if axis in varying)
+    if wrong:
+        every = (*named, *wrong)
+        raise ValueError(
+            f"{caller}: axis_name must name every mapped axis that rows or tokens are spread over, "
+            f"got {named or None}, and loss_fn returns a total that may differ from rank to rank "
+            f"of {wrong}. Pass axis_name={every!r}, or sum the total over the axis."
+        )

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ddp_weighting.distributed.collectives import OTHERS, find_collectives
+from jax_ddp_weighting.distributed.collectives import trace
 
 
 @jax.custom_vjp
@@ -39,43 +39,76 @@ def in_calls(p, x):
 
 
 CASES = {
-    "a sum of products": (
-        lambda p, x: lax.psum(p[0] * x, "model"),
-        {("psum", "model", frozenset({0, OTHERS}))},
-    ),
+    # name: function, and of each collective its name, axes, parameters, and whether others join in
+    "a sum of products": (lambda p, x: lax.psum(p[0] * x, "model"), {("psum", "model", "0", True)}),
     "a gathered parameter": (
         lambda p, x: lax.all_gather(2 * p[1], "data") * x,
-        {("all_gather", "data", frozenset({1}))},
+        {("all_gather", "data", "1", False)},
     ),
     "no gradient": (
         lambda p, x: p[0] * lax.psum(lax.stop_gradient(p[0]), "data"),
-        {("psum", "data", frozenset({OTHERS}))},
+        {("psum", "data", "", True)},
     ),
     "the rank's number": (lambda p, x: p[0] * lax.axis_index("data"), set()),
     "a derivative of its own": (lambda p, x: own_derivative(p[0]), set()),
     "in a scan": (
         in_scan,
-        {("all_gather", "data", frozenset({1})), ("all_gather", "data", frozenset({0, 1}))},
+        {("all_gather", "data", "1", False), ("all_gather", "data", "01", False)},
     ),
-    "in a while loop": (in_while, {("psum", "data", frozenset({0, 1}))}),
-    "in a branch": (in_cond, {("ppermute", "data", frozenset({0}))}),
-    "in calls": (in_calls, {("psum", "data model", frozenset({0, OTHERS}))}),
+    "in a while loop": (in_while, {("psum", "data", "01", False)}),
+    "in a branch": (in_cond, {("ppermute", "data", "0", False)}),
+    "in calls": (in_calls, {("psum", "data model", "0", True)}),
 }
+
+
+def trace_mapped(fn):
+    found = []
+
+    def look(p, x):
+        found.append(trace(fn, (p, p), x))
+        return x
+
+    over = jax.vmap(jax.vmap(look, axis_name="model"), axis_name="data")
+    jax.eval_shape(over, jnp.ones((1, 1)), jnp.ones((1, 1)))
+    return found[0]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_collectives_are_found_with_what_they_send(case):
     fn, expected = CASES[case]
-    found = []
+    found, _ = trace_mapped(fn).find_collectives()
+    assert expected == {
+        (
+            each.name,
+            " ".join(sorted(each.axes)),
+            "".join(map(str, sorted(each.leaves))),
+            each.others,
+        )
+        for each in found
+    }
 
-    def look(p, x):
-        found.extend(find_collectives(fn, (p, p), x))
-        return x
 
-    over = jax.vmap(jax.vmap(look, axis_name="model"), axis_name="data")
-    jax.eval_shape(over, jnp.ones((1, 1)), jnp.ones((1, 1)))
-    seen = {(each.name, " ".join(sorted(each.axes)), each.origins) for each in found}
-    assert seen == expected
+@pytest.mark.parametrize(
+    ("fn", "varying"),
+    [
+        (lambda p, x: p[0] * x, {"data"}),
+        (lambda p, x: p[1] * x, {"model", "data"}),
+        (lambda p, x: lax.psum(p[1], "model") * x, {"data"}),
+        (lambda p, x: lax.psum(p[1] * x, ("data", "model")), set()),
+        (lambda p, x: lax.psum(p[0], "model", axis_index_groups=[[0]]), {"model"}),
+        (lambda p, x: lax.all_gather(p[1], "model"), set()),
+        (lambda p, x: lax.axis_index("model") + p[0], {"model"}),
+        (lambda p, x: lax.ppermute(p[0], "model", [(0, 0)]), {"model"}),
+        (lambda p, x: own_derivative(p[1]), set()),
+        (in_cond, {"data"}),
+        (lambda p, x: lax.stop_gradient(p[1]), {"model"}),
+    ],
+)
+def test_what_may_differ_from_rank_to_rank_is_known_of_results(fn, varying):
+    # the second parameter differs over the model axis, the rows over the data axis
+    program = trace_mapped(fn)
+    _, found = program.find_collectives([frozenset(), frozenset({"model"})], frozenset({"data"}))
+    assert found == varying
 
 
 def test_an_axis_that_is_mapped_inside_is_not_seen():
@@ -83,4 +116,5 @@ def test_an_axis_that_is_mapped_inside_is_not_seen():
     inner = jax.shard_map(
         lambda p: lax.psum(p, "model"), mesh=mesh, in_specs=P("model"), out_specs=P()
     )
-    assert find_collectives(lambda p: jnp.sum(inner(p)), jnp.ones(2)) == []
+    found, varying = trace(lambda p: jnp.sum(inner(p)), jnp.ones(2)).find_collectives()
+    assert (found, varying) == ([], frozenset())

@@ -47,9 +47,7 @@ class Layout:
             loss, gradients = value_and_grad(self.local, **options)(params, rows)
             return loss.value, after(gradients)
 
-        return shards.run(
-            regime, fn, self.params, self.specs, self.rows, self.row_specs, self.axes
-        )
+        return shards.run(regime, fn, self.params, self.specs, self.rows, self.row_specs, self.axes)
 
 
 # --- tensor parallel: rows of x @ w1 and columns of w2 lie over the model axis --------------------
@@ -249,3 +247,101 @@ def test_every_layout_has_one_devices_gradient(name, regime, microbatches):
     with jax.enable_x64(True):
         found = layout.found(regime, microbatches=microbatches)
         shards.assert_the_same(found, layout.right())
+
+
+CONTROLS = {  # a layout, and what is done to its gradients that must not be
+    "tensor": lambda g: {**g, "w1": lax.psum(g["w1"], "model")},
+    "sequence": lambda g: lax.psum(g, "model"),
+    "expert": lambda g: {**g, "w": lax.psum(g["w"], "data")},
+    "pipeline": lambda g: {**g, "w": lax.psum(g["w"], "model")},
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_one_sum_more_fails_the_same_check(name):
+    with jax.enable_x64(True):
+        found = LAYOUTS[name].found("shard_map_unchecked", after=CONTROLS[name])
+        with pytest.raises(AssertionError, match="rtol=1e-12"):
+            shards.assert_the_same(found, LAYOUTS[name].right())
+
+
+@pytest.mark.parametrize("regime", ["shard_map", "shard_map_unchecked"])
+def test_an_axis_without_rows_of_its_own_may_be_named(regime):
+    with jax.enable_x64(True):
+        found = TENSOR.found(regime, named=("data", "model"))
+        shards.assert_the_same(found, TENSOR.right())
+
+
+@pytest.mark.parametrize("regime", ["shard_map_unchecked", "vmap"])
+@pytest.mark.parametrize("name", ["sequence", "pipeline"])
+def test_tokens_over_an_axis_that_is_not_named_are_refused_without_types_too(name, regime):
+    message = r"axis_name must name .* differ from rank to rank of \('model',\). Pass axis_name=\("
+    with pytest.raises(ValueError, match=message), jax.enable_x64(True):
+        LAYOUTS[name].found(regime, named="data")
+
+
+@pytest.mark.parametrize("name", ["sequence", "pipeline", "hybrid"])
+def test_they_are_refused_where_types_tell(name):
+    with pytest.raises(ValueError, match="axis_name must name every mapped axis that rows lie"):
+        LAYOUTS[name].found("shard_map", named="data")
+
+
+@pytest.mark.parametrize("regime", ["shard_map_unchecked", "vmap"])
+def test_partial_sums_over_an_axis_that_nothing_is_said_of_are_refused(regime):
+    message = r"param_specs must be given where loss_fn communicates .* got none and \('model',\)"
+    with pytest.raises(ValueError, match=message):
+        TENSOR.found(regime, param_specs=None)
+
+
+def test_where_types_tell_other_axes_need_no_specs():
+    with jax.enable_x64(True):
+        shards.assert_the_same(TENSOR.found("shard_map", param_specs=None), TENSOR.right())
+
+
+def test_a_sharded_model_is_not_taken_for_an_ensemble():
+    # every parameter lies over the axis, as in an ensemble, whose members do not talk
+    specs = {name: P("model") for name in ("w1", "b1", "w2", "b2")}
+    params = {**WIDE, "w1": RNG.normal(size=(2, 4)), "b2": RNG.normal(size=2)}
+    layout = Layout(
+        wide,
+        lambda params, rows: wide(shards.gather(params, specs), rows),
+        params,
+        specs,
+        {**ROWS, "x": ROWS["x"][:, :2]},
+        P(("data", "model")),
+        ("data", "model"),
+    )
+    with jax.enable_x64(True):
+        shards.assert_the_same(layout.found("shard_map"), layout.right())
+    message = r"for a total that varies over \('model',\) too, which loss_fn communicates over"
+    with pytest.raises(ValueError, match=message):
+        layout.found("shard_map", named="data")
+
+
+def test_a_shard_map_inside_the_loss_is_one_devices_gradient():
+    mesh, specs = shards.make_mesh(GRID), TENSOR.specs
+
+    def inner(params, x):
+        return lax.psum(jnp.tanh(x @ params["w1"] + params["b1"][None]) @ params["w2"], "model")
+
+    def nested(params, rows):
+        over_model = jax.shard_map(
+            # JAX 0.10.2 cannot lower what a nested shard_map would keep for the way back, in a
+            # plain jax.grad either: so it is computed once more
+            jax.checkpoint(inner),
+            in_specs=(specs, P()),
+            out_specs=P(),
+            axis_names={"model"},
+        )
+        out = over_model(params, rows["x"]) + params["b2"][None]
+        return weighted_sum(jnp.sum((out - rows["y"]) ** 2, axis=-1), rows["weights"])
+
+    def fn(params, rows):
+        loss, gradients = value_and_grad(nested, axis_name="data", microbatches=2)(params, rows)
+        return loss.value, gradients
+
+    mapped = jax.shard_map(
+        fn, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
+    )
+    with jax.enable_x64(True):
+        shards.assert_the_same(jax.jit(mapped)(WIDE, ROWS), TENSOR.right())
