@@ -111,8 +111,9 @@ def evaluate(
             a single one, which is named `"loss"`; `metric_fn(params, batch)` where `params` are
             given. `weighted_sum(logits.argmax(-1) == labels, batch.weights)` counts hits. Sums of
             arrays have one shape in all steps, and no axis of rows.
-        batches: `Batch`es. Those smaller than the first are filled up with rows of weight 0, so
-            that a short last one needs no second compilation.
+        batches: `Batch`es. Those smaller than the first whose rows have the same shapes are filled
+            up with rows of weight 0, so that a short last one needs no second compilation; a plan
+            by tokens needs one for each of its shapes.
         mesh: a mesh with the data axis.
         params: what `metric_fn` is given first, a pytree; placed on the mesh if it is elsewhere.
         empty: what the mean of a metric without any weight is: an error, or `"nan"`. Never 0, which
@@ -157,7 +158,9 @@ def evaluate(
     count = jax.jit(_count_accepted, out_shardings=everywhere)
     totals = _Totals()
     in_flight: deque[tuple[Any, Array]] = deque()
-    rows, filled = 0, None
+    # by the form of a row: of a plan by tokens, batches of long rows have few, and of short many
+    rows: dict[tuple[tuple[int, ...], ...], int] = {}
+    filled = None
     for batch in batches:
         check_batch("evaluate: batches must be Batches", batch, MAKE_OR_READ_BATCHES)
         if batch.missing is not None:
@@ -167,10 +170,11 @@ def evaluate(
                 'for training; "example" counts every row of an evaluation once.'
             )
         found = batch.weights.shape[0]
-        # The first batch sets the shape that is compiled, and shorter ones are filled up to it.
-        rows = rows or max(1, -(-found // ranks)) * ranks
+        # The first batch of a form sets the shape that is compiled, and shorter ones are filled up.
+        form = tuple(np.shape(leaf)[1:] for leaf in jax.tree.leaves(batch.data))
         if filled is None or found:
-            filled = pad_rows(batch, max(rows, found + -found % ranks))
+            least = rows.setdefault(form, max(1, -(-found // ranks)) * ranks)
+            filled = pad_rows(batch, max(least, found + -found % ranks))
         else:  # no rows, so no shapes and dtypes to go by: those before, at weight 0
             filled = replace(filled, weights=np.zeros_like(filled.weights))
         sharding = meshes.row_sharding(mesh, axis_name)

@@ -134,11 +134,11 @@ def sum_weights(weights: Array, axis: tuple[int, ...] | None = None) -> tuple[Su
     if weights.dtype == jnp.int32:
         # Digits so small that their sums over all rows fit, and one digit where the dtype was
         # narrow: bools need no more.
-        width = max(1, 31 - max(summed - 1, 0).bit_length())
+        width = min(16, max(1, 31 - max(summed - 1, 0).bit_length()))
         places = range(0, bits, width)
-        digits = [(kept >> place) & (2**width - 1) for place in places]
+        digits = [_take_digit(kept, place, width, bits) for place in places]
         *sums, count = _sum_each([*digits, bad.astype(jnp.int32)], axis)
-        return _from_digits(list(zip(sums, places, strict=True))), count
+        return _from_digits(list(zip(sums, places, strict=True)), width), count
     total, count = _sum_each([kept, bad.astype(kept.dtype)], axis)
     return total, count.astype(jnp.int32)
 
@@ -232,8 +232,18 @@ def _sum_each(arrays: list[Array], axis: tuple[int, ...]) -> list[Array]:
     return [sums[i] for i in range(len(arrays))]
 
 
-def _from_digits(digits: list[tuple[Array, int]]) -> Count:
+def _take_digit(value: Array, place: int, width: int, bits: int) -> Array:
+    value = value >> place if place else value
+    return value & (2**width - 1) if place + width < bits else value  # the last has no more bits
+
+
+def _from_digits(digits: list[tuple[Array, int]], width: int) -> Count:
     """The number that sums of digits stand for, each with the place of its lowest bit."""
+    if len(digits) == 1:
+        only = digits[0][0]
+        return Count(only >> 16, only & 0xFFFF)
+    if width == 16:  # two digits, as nearly always: the halves themselves
+        return Count(digits[1][0], digits[0][0]).carried()
     high, low = [], []
     for digit, place in digits:
         if place < 16:
