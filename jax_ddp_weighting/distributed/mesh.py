@@ -142,6 +142,17 @@ def replicated_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def spec_over(sharding: Any, axis_name: AxisName, ndim: int) -> PartitionSpec:
+    """How an array lies over the axis, and nothing else; `P()` where it is whole on every rank."""
+    if not isinstance(sharding, NamedSharding):
+        return PartitionSpec()
+    named, entries = _names(axis_name), []
+    for entry in (*sharding.spec, *[None] * ndim)[:ndim]:
+        kept = tuple(name for name in names_of(entry) if name in named)
+        entries.append(kept[0] if len(kept) == 1 else kept or None)
+    return PartitionSpec(*entries) if any(entries) else PartitionSpec()
+
+
 def place(tree: T, sharding: NamedSharding) -> T:
     """The tree on the mesh: leaves that lie on it stay as they are, others move to `sharding`.
 
@@ -290,6 +301,8 @@ def over_ranks(
     *,
     axis_name: AxisName = "data",
     engine: str = "shard_map",
+    in_specs: PyTree = None,
+    out_specs: PyTree = None,
 ) -> Callable[[PyTree, PyTree], PyTree]:
     """`fn(replicated, rows)`, run once per rank on the rank's own rows, in the chosen regime.
 
@@ -298,6 +311,9 @@ def over_ranks(
         mesh: a mesh with the axis; `vmap` uses its size only, so an abstract one will do.
         axis_name: the data axis.
         engine: one of `ENGINES`. Under `"jit"`, `fn` sees all rows at once and no axis.
+        in_specs: under `shard_map`, how the first argument lies over the axis, where not all of it
+            is the same on every rank.
+        out_specs: the same of the result.
 
     Returns:
         A function of `(replicated, rows)`: the first as it is on every rank, every leaf of the
@@ -314,8 +330,8 @@ def over_ranks(
         return jax.shard_map(
             fn,
             mesh=mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(axis_name)),
-            out_specs=PartitionSpec(),
+            in_specs=(in_specs or PartitionSpec(), PartitionSpec(axis_name)),
+            out_specs=out_specs or PartitionSpec(),
             # other axes of the mesh stay automatic, so that parameters may be sharded over them
             axis_names=set(_names(axis_name)),
             check_vma=engine == "shard_map",

@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jax_ddp_weighting._arguments import check_at_least
@@ -17,6 +18,7 @@ from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.gradient import (
     GlobalLoss,
     GradientOptions,
+    StepGradient,
     take_gradient,
 )
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
@@ -24,6 +26,7 @@ from jax_ddp_weighting.weighting.microbatches import check_rows
 
 STEP_ENGINES = ("shard_map", "jit", "pmap")
 RNG_PER = ("rank", "example")
+GATHER_PER = ("step", "microbatch")
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +76,7 @@ class StepOptions:
         coefficients: one factor per term, or None for a loss of one term.
         rng_per: one of `RNG_PER`.
         axis_name: the data axis.
+        gather_per: one of `GATHER_PER`.
     """
 
     caller: str
@@ -82,9 +86,11 @@ class StepOptions:
     coefficients: Mapping[str, Any] | None
     rng_per: str
     axis_name: AxisName
+    gather_per: str = "step"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("engine", STEP_ENGINES), ("rng_per", RNG_PER)):
+        choices = {"engine": STEP_ENGINES, "rng_per": RNG_PER, "gather_per": GATHER_PER}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{self.caller}: {name} must be one of {', '.join(allowed)}, got "
@@ -117,6 +123,19 @@ class StepOptions:
         """The axis that a loss function sees; none in the global view of `jit`."""
         return None if self.engine == "jit" else self.axis_name
 
+    def specs_of(self, params: PyTree, placement: PyTree) -> PyTree:
+        """How parameters lie over the data axis, where a step takes them in shards; else None."""
+        if self.engine != "shard_map":
+            return None
+        leaves = jax.tree.leaves(params)
+        # None for what is traced in somebody's own jit, and so lies nowhere yet
+        shardings = jax.tree.leaves(placement, is_leaf=lambda node: node is None)
+        pairs = zip(leaves, shardings, strict=True)
+        specs = [meshes.spec_over(sharding, self.axis_name, leaf.ndim) for leaf, sharding in pairs]
+        if all(spec == PartitionSpec() for spec in specs):
+            return None
+        return jax.tree.structure(params).unflatten(specs)
+
 
 def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[..., Any]:
     """The gradient of a step over all ranks, and the state that its model keeps.
@@ -126,9 +145,10 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         options: how it is run.
 
     Returns:
-        A function `(params, state, batch, rng, replicated) -> (StepReport, gradients, state)` to be
-        compiled; in a step without weight the gradients are 0 and the state is the one that came
-        in. Where weights are bad it is so too, but for the gradients, which are not to be used.
+        A function `(placement, params, state, batch, rng, replicated) -> (StepReport, gradients,
+        state)` to be compiled, of which the placement is the shardings of the parameters. In a step
+        without weight the gradients are 0 and the state is the one that came in. Where weights are
+        bad it is so too, but for the gradients, which are not to be used.
     """
     gradient = GradientOptions(
         loss_fn,
@@ -139,31 +159,47 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         has_accepted=True,
     )
 
-    def rank_gradient(everywhere: tuple[PyTree, PyTree, Any, PyTree], batch: Batch) -> Any:
+    def rank_gradient(
+        specs: PyTree, everywhere: tuple[PyTree, PyTree, Any, PyTree], batch: Batch
+    ) -> Any:
         params, state, rng, replicated = everywhere
+        options_here = gradient
+        if specs is not None:
+            options_here = replace(gradient, param_specs=specs, gather_per=options.gather_per)
         keys = None
         if rng is not None and options.rng_per == "example":
             keys, rng = _example_keys(rng, batch.ids), None
         elif rng is not None and options.mapped_axis is not None:
             rng = jax.random.fold_in(rng, jax.lax.axis_index(options.mapped_axis))
         return take_gradient(
-            gradient, params, batch, rng=rng, row_keys=keys, state=state, replicated=replicated
+            options_here, params, batch, rng=rng, row_keys=keys, state=state, replicated=replicated
         )
 
-    def over_ranks(engine: str) -> Callable[..., Any]:
+    def over_ranks(engine: str, specs: PyTree) -> Callable[..., Any]:
+        p: Any = PartitionSpec()
         return meshes.over_ranks(
-            rank_gradient, options.mesh, axis_name=options.axis_name, engine=engine
+            partial(rank_gradient, specs),
+            options.mesh,
+            axis_name=options.axis_name,
+            engine=engine,
+            in_specs=None if specs is None else (specs, p, p, p),
+            out_specs=None if specs is None else StepGradient(p, specs, p, p, []),
         )
 
     def step(
-        params: PyTree, state: PyTree, batch: Batch, rng: Array | None, replicated: PyTree
+        placement: PyTree,
+        params: PyTree,
+        state: PyTree,
+        batch: Batch,
+        rng: Array | None,
+        replicated: PyTree,
     ) -> tuple[StepReport, PyTree, PyTree]:
         inputs = ((params, state, rng, replicated), batch)
         if options.engine == "pmap" and jax.tree.leaves(state):
             # pmap would return one rank's state for all of them; the types of a checked shard_map
             # tell whether it is the same on every rank.
-            jax.eval_shape(over_ranks("shard_map"), *inputs)
-        found = over_ranks(options.engine)(*inputs)
+            jax.eval_shape(over_ranks("shard_map", None), *inputs)
+        found = over_ranks(options.engine, options.specs_of(params, placement))(*inputs)
         # Both are asked: a batch may have rows whose terms all weigh 0, such as ignored labels, and
         # a term that is weighed in something else than rows counts for nothing without any.
         pulling = [

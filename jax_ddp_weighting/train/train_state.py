@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
@@ -68,6 +69,7 @@ def make_train_step(
     coefficients: Mapping[str, Any] | None = None,
     mutable: str | Sequence[str] = (),
     rng_per: str = "rank",
+    gather_per: str = "step",
     grad_norm: bool = False,
     donate: bool = True,
     axis_name: AxisName = "data",
@@ -87,8 +89,8 @@ def make_train_step(
         loss_fn: `loss_fn(params, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
             that `coefficients` combines; `loss_fn(params, batch, rng)` where the step is given an
             rng.
-        mesh: a mesh with the data axis. Parameters may be sharded over other axes (and under
-            `"jit"` over this one): each stays where it lies.
+        mesh: a mesh with the data axis. Parameters may be sharded over any of its axes (under
+            `"pmap"` over none): each stays where it lies, and so does the optimizer's state.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
         coefficients: one factor per term.
@@ -101,6 +103,9 @@ def make_train_step(
             has one rng for all rows. `"example"` gives `loss_fn` an array of keys `[rows]`, each
             made of the rng and the row's id alone, so that dropout is the same for every number of
             ranks, rows and microbatches.
+        gather_per: of parameters that are sharded over the data axis, under `"shard_map"`: `"step"`
+            gathers each once per step and scatters its gradient once, `"microbatch"` does so once
+            per microbatch, and accumulates shards alone. (XLA decides it under `"jit"`.)
         grad_norm: whether `report.grad_norm` is the norm of the global gradient.
         donate: whether the step may write into the state that it is given. With False that state
             stays good, at the price of a second one in memory.
@@ -187,15 +192,21 @@ def make_train_step(
         (True, 1.0)
     """
     options = StepOptions(
-        "make_train_step", mesh, microbatches, engine, coefficients, rng_per, axis_name
+        "make_train_step", mesh, microbatches, engine, coefficients, rng_per, axis_name, gather_per
     )
     names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
-    gradient = global_step(_with_collections(loss_fn, names), options)
+    gradient_of = global_step(_with_collections(loss_fn, names), options)
 
     def step(
-        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
+        placement: Any,
+        state: Any,
+        batch: Batch,
+        rng: Array | None,
+        extra: dict[str, Any],
+        replicated: PyTree,
     ) -> tuple[Any, StepReport]:
         old = {name: getattr(state, name) for name in names}
+        gradient = partial(gradient_of, placement.params)
         report, gradients, collections = gradient(state.params, old, batch, rng, replicated)
 
         def evaluate(params: PyTree) -> tuple[Array, PyTree]:

@@ -11,8 +11,8 @@ are summed over the ranks once.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +43,14 @@ from jax_ddp_weighting.weighting.loss_terms import (
     unpack,
 )
 from jax_ddp_weighting.weighting.microbatches import Rows, check_rows, take_microbatch
-from jax_ddp_weighting.weighting.param_specs import Layout, ParamSpecs, find_layout
+from jax_ddp_weighting.weighting.param_specs import (
+    Layout,
+    ParamSpecs,
+    find_layout,
+    gather_whole,
+    scatter_sum,
+    type_as_shared,
+)
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 
@@ -217,6 +224,9 @@ class GradientOptions:
         has_state: whether it takes and returns a state.
         has_accepted: whether the weight of the batch's rows is summed too, as a training step asks.
         param_specs: which parameters are sharded over mapped axes, or None for none of them.
+        gather_per: None where `loss_fn` takes shards. Else it takes whole parameters, which are
+            gathered for it once per `"step"`, or once per `"microbatch"`, with the memory of one
+            rank's shards for what is accumulated.
     """
 
     loss_fn: LossFn
@@ -227,6 +237,7 @@ class GradientOptions:
     has_state: bool = False
     has_accepted: bool = False
     param_specs: ParamSpecs | None = None
+    gather_per: str | None = None
 
     def __post_init__(self) -> None:
         checked = check_microbatches("value_and_grad: microbatches", self.microbatches)
@@ -286,17 +297,25 @@ def take_gradient(
         )
     check_rows(batch, caller="value_and_grad")
     shared = jax.tree_util.tree_map_with_path(_parameter, params)
-    params = shared
+    params = own = shared
+    specs, gathers = options.param_specs, options.gather_per
+    if gathers == "microbatch":
+        options = replace(options, loss_fn=_gather_first(options.loss_fn, specs))
+    elif gathers == "step":
+        params = gather_whole(own, specs)
+        shared = type_as_shared(params, specs)
     if axis_name is not None:
         mesh.axis_size(axis_name, caller="value_and_grad")
         # Local parameters: else a checked shard_map sums their gradient by itself, and does so
         # inside the loop, at every microbatch.
-        params = mesh.vary(shared, axis_name)
+        params = mesh.vary(params, axis_name)
     rows = Rows(batch, rng, row_keys, replicated)
-    layout = _find_layout(options, params, rows, state, shared=shared)
+    layout = _find_layout(options, own, params, rows, state, shared=shared)
     take = pull_back if options.microbatches == 1 else _accumulate
     found = take(options, params, rows, state, shared=shared)
     totals, gradients = sum_over_ranks(found.totals, axis_name), found.gradients
+    if gathers == "step":
+        gradients = scatter_sum(gradients, specs)
     gradients = layout.sum_gradients(gradients)
     good = found.divided_by.bad == 0
     totals = jax.tree.map(lambda total: jnp.where(good, total, jnp.zeros_like(total)), totals)
@@ -304,8 +323,22 @@ def take_gradient(
     return StepGradient(loss, gradients, found.divided_by.accepted, found.state, found.aux)
 
 
+def _gather_first(loss_fn: LossFn, specs: ParamSpecs) -> LossFn:
+    @wraps(loss_fn)  # by its signature it is known what it takes
+    def of_shards(params: PyTree, *args: Any, **given: Any) -> Any:
+        return loss_fn(gather_whole(params, specs), *args, **given)
+
+    return of_shards
+
+
 def _find_layout(
-    options: GradientOptions, params: PyTree, rows: Rows, state: PyTree, *, shared: PyTree
+    options: GradientOptions,
+    own: PyTree,
+    params: PyTree,
+    rows: Rows,
+    state: PyTree,
+    *,
+    shared: PyTree,
 ) -> Layout:
     """Over which axes each gradient is to be summed."""
 
@@ -316,7 +349,7 @@ def _find_layout(
     return find_layout(
         options.param_specs,
         options.axis_name,
-        shared,
+        own,
         totals_of,
         rows,
         state,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.collectives import Collective, Program, trace
@@ -55,6 +55,57 @@ class Layout(NamedTuple):
             for i, leaf in zip(places, summed, strict=True):
                 leaves[i] = leaf if self.copies == 1 else leaf / self.copies
         return structure.unflatten(leaves)
+
+
+def gather_whole(params: PyTree, specs: ParamSpecs) -> PyTree:
+    """The parameters whole, of the ranks' shards."""
+
+    def gather(leaf: Array, spec: PartitionSpec) -> Array:
+        for dim, names in _split_dims(spec):
+            leaf = lax.all_gather(leaf, names, axis=dim, tiled=True)
+        return leaf
+
+    return _map_with_specs(gather, params, specs)
+
+
+def scatter_sum(gradients: PyTree, specs: ParamSpecs) -> PyTree:
+    """Of the ranks' gradients of whole parameters their sum over the ranks that share a parameter.
+
+    Each rank has it of its own shard alone.
+    """
+
+    def scatter(leaf: Array, spec: PartitionSpec) -> Array:
+        for dim, names in _split_dims(spec):
+            leaf = lax.psum_scatter(leaf, names, scatter_dimension=dim, tiled=True)
+        return leaf
+
+    return _map_with_specs(scatter, gradients, specs)
+
+
+def type_as_shared(params: PyTree, specs: ParamSpecs) -> PyTree:
+    """Whole parameters, typed as the same on every rank, as they are.
+
+    It costs an all-reduce where it is used, which is for states alone that are made of parameters.
+    """
+
+    def share(leaf: Array, spec: PartitionSpec) -> Array:
+        names = tuple(name for _, each in _split_dims(spec) for name in each)
+        return lax.pmax(leaf, names) if names else leaf
+
+    return _map_with_specs(share, params, specs)
+
+
+def _split_dims(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
+    entries = [(dim, mesh.names_of(entry)) for dim, entry in enumerate(spec)]
+    return [(dim, names) for dim, names in entries if names]
+
+
+def _map_with_specs(
+    fn: Callable[[Array, PartitionSpec], Array], tree: PyTree, specs: ParamSpecs
+) -> PyTree:
+    leaves, structure = jax.tree.flatten(tree)
+    spread = jax.tree.leaves(jax.tree.broadcast(specs, tree, is_leaf=_is_spec), is_leaf=_is_spec)
+    return structure.unflatten(list(map(fn, leaves, spread)))
 
 
 def sharded_axes(
