@@ -11,6 +11,7 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.train.boxes import box_as, free_boxes
 from jax_ddp_weighting.train.compilation import CompiledStep
 from jax_ddp_weighting.train.optimizer import (
     check_optimizer,
@@ -195,7 +196,7 @@ def make_train_step(
         "make_train_step", mesh, microbatches, engine, coefficients, rng_per, axis_name, gather_per
     )
     names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
-    gradient_of = global_step(_with_collections(loss_fn, names), options)
+    gradient_of = global_step(_with_collections(loss_fn, names, options), options)
 
     def step(
         placement: Any,
@@ -239,16 +240,17 @@ def make_train_step(
     return TrainStep(CompiledStep(step, options.mesh, axis_name, check=check, donate=donate))
 
 
-def _with_collections(loss_fn: LossFn, names: tuple[str, ...]) -> LossFn:
+def _with_collections(loss_fn: LossFn, names: tuple[str, ...], options: StepOptions) -> LossFn:
     def with_collections(
         params: PyTree, batch: Batch, *rng: Array, state: dict[str, PyTree], **given: Any
     ) -> tuple[Any, dict[str, PyTree]]:
         first = "variables" if names else "params"
         arguments = f"{first}, batch, rng" if rng else f"{first}, batch"
         check_takes("make_train_step", loss_fn, arguments, 2 + len(rng), given)
+        free = free_boxes({"params": params, **state}, options.mapped_axis)
         if not names:
-            return loss_fn(params, batch, *rng, **given), state
-        out = loss_fn({"params": params, **state}, batch, *rng, **given)
+            return loss_fn(free["params"], batch, *rng, **given), state
+        out = loss_fn(free, batch, *rng, **given)
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)):
             raise TypeError(
                 "make_train_step: loss_fn must return (sums, updates) where mutable is given, got "
@@ -261,7 +263,7 @@ def _with_collections(loss_fn: LossFn, names: tuple[str, ...]) -> LossFn:
                 f"make_train_step: loss_fn must return updates of {sorted(names)}, got "
                 f"{sorted(updates)}. Name in mutable what model.apply(..., mutable=...) names."
             )
-        return sums, {name: updates[name] for name in names}
+        return sums, {name: box_as(updates[name], state[name]) for name in names}
 
     return with_collections
 
