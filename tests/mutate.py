@@ -71,7 +71,67 @@ def of(file: str, tests: tuple[str, ...], *changes: tuple[str, ...]) -> list[Mut
     return [Mutation(name, file, text, put, tests, *rest) for name, text, put, *rest in changes]
 
 
+ORDERS = ("sampling/test_drawn_orders.py", "sampling/test_order_functions.py")
+
 MUTATIONS = [
+    *of(
+        "sampling/draws.py",
+        ORDERS,
+        (
+            "what was drawn is drawn again",
+            "rest[picked] = False",
+            "rest[picked[:1]] = False",
+            "sampling/test_drawn_orders.py::test_draws_without_replacement_are_different_ids_above_0",
+        ),
+        (
+            "one draw for all epochs",
+            'derive_key("weighted_order 1:", self.num_samples, self.seed, epoch)',
+            'derive_key("weighted_order 1:", self.num_samples, self.seed)',
+            "sampling/test_order_functions.py::test_a_weighted_draw_is_new_in_each_epoch_and_the_same_on_all_ranks",
+        ),
+    ),
+    *of(
+        "sampling/mixtures.py",
+        ORDERS,
+        (
+            "a source in one order for ever",
+            "epoch = done + int(epochs[run[0]])",
+            "epoch = 0",
+            "sampling/test_drawn_orders.py::test_the_order_within_a_source_is_any_one",
+        ),
+        (
+            "a source that is drawn from too soon",
+            "while to_come and to_come[0][0] <= slot:",
+            "while to_come:",
+            "sampling/test_drawn_orders.py::test_a_mixture_of_any_floats_keeps_its_shares_nearly",
+        ),
+    ),
+    *of(
+        "sampling/order_functions.py",
+        ORDERS,
+        (
+            "an epoch of another length is taken",
+            "if len(order.ids) != self.length:",
+            "if False:",
+            "sampling/test_order_functions.py::test_each_epoch_is_checked_as_an_array_is",
+        ),
+        (
+            "other ids for the same epoch are taken",
+            "if self._digests.setdefault(epoch, order.digest) != order.digest:",
+            "self._digests.setdefault(epoch, order.digest)\n        if False:",
+            "sampling/test_order_functions.py::test_what_changes_when_it_is_asked_again_is_refused",
+        ),
+    ),
+    *of(
+        "data/stopping.py",
+        ("data/test_join_sizes.py",),
+        (
+            "a stream that goes on for nobody makes no room",
+            "return max(stream.rows_per_rank for stream in streams)",
+            "return max(0 if s.ended else s.rows_per_rank for s in streams)",
+            "data/test_join_sizes.py::test_a_stream_that_begins_again_makes_room_for_its_rows",
+        ),
+    ),
     *of(
         "weighting/sums.py",
         (CORNERS, SUMS),
@@ -216,6 +276,64 @@ MUTATIONS = [
             "stretch = 1 + divide(to_divisor(sums.missing), to_divisor(sums.present))",
             "stretch = 1",
             "weighting/test_gradient_pieces.py::test_missing_ranks_stretch_what_pulls_and_no_metric",
+        ),
+    ),
+    *of(
+        "weighting/divisors.py",
+        ("weighting/test_divisors.py",),
+        (
+            "a divisor that may differ from rank to rank",
+            "mesh.varies(divisor, axis_name)",
+            "False",
+            "weighting/test_divisors.py::test_a_divisor_that_differs_from_rank_to_rank_is_refused",
+        ),
+        (
+            "a divisor of what is counted once",
+            "if name in divisors and each.counted_once:",
+            "if False:",
+            "weighting/test_divisors.py::test_a_term_that_is_counted_once_takes_no_divisor",
+        ),
+    ),
+    *of(
+        "weighting/denominators.py",
+        ("weighting/test_divisors.py",),
+        (
+            "a bad divisor that is not counted",
+            "bad = jnp.where(found.bad == 0, bad.astype(found.bad.dtype), found.bad)",
+            "bad = found.bad",
+            "weighting/test_divisors.py::test_what_turns_out_bad_on_a_device_is_counted_and_nothing_else[-1.0]",
+        ),
+    ),
+    *of(
+        "weighting/statistics.py",
+        ("weighting/test_statistics.py",),
+        (
+            "statistics that a gradient flows through",
+            "lambda each: lax.stop_gradient(_to_float(each))",
+            "lambda each: _to_float(each)",
+            "weighting/test_statistics.py::test_no_gradient_flows_through_them",
+        ),
+        (
+            "statistics of one rank",
+            "sums = sum_over_ranks(sums, axis_name)",
+            "sums = sum_over_ranks(sums, None)",
+            "weighting/test_statistics.py::test_they_cost_one_all_reduce_for_each_dtype_whatever_their_shapes",
+        ),
+        (
+            "integer statistics that overflow",
+            "return as_sum(as_wide(value))",
+            "return as_wide(value)",
+            "weighting/test_statistics.py::test_integers_do_not_overflow_and_narrow_numbers_do_not_stop_counting",
+        ),
+    ),
+    *of(
+        "train/step.py",
+        ("train/test_step_divisors.py",),
+        (
+            "a step that is skipped though a divisor is constant",
+            "given = [loss.divisors[name] > 0 for name in pulls if name in loss.divisors]",
+            "given = [loss.terms[name].weight > 0 for name in pulls if name in loss.divisors]",
+            "train/test_step_divisors.py::test_a_step_is_skipped_where_all_that_pulls_is_divided_by_0",
         ),
     ),
     *of(

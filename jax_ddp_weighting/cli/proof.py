@@ -167,11 +167,18 @@ def mean_of_local_means(
     axis_name: Any = None,
     microbatches: int = 1,
     coefficients: Mapping[str, Any] | None = None,
+    divisors: Mapping[str, Any] | None = None,
+    statistics: Callable[..., Any] | None = None,
 ) -> Callable[[PyTree, Any], tuple[GlobalLoss, PyTree]]:
-    """The control: each rank differentiates its own mean, and the ranks' gradients are averaged."""
+    """The control: each rank differentiates its own mean, and the ranks' gradients are averaged.
+
+    Over its own weights, whatever the divisors, and with the statistics of its own rows.
+    """
+    del divisors
 
     def local_mean(params: PyTree, batch: Any) -> Any:
-        sums = loss_fn(params, batch)
+        given = {} if statistics is None else {"statistics": statistics(params, batch)}
+        sums = loss_fn(params, batch, **given)
         if isinstance(sums, WeightedSum):
             return sums.mean()
         return sum((coefficients or {})[name] * each.mean() for name, each in sums.items())

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +27,8 @@ from jax_ddp_weighting.testing.comparison import (
 )
 from jax_ddp_weighting.testing.rounding import find_largest
 from jax_ddp_weighting.weighting.loss_terms import LossFn, name_terms
+from jax_ddp_weighting.weighting.microbatches import Rows
+from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics, sum_statistics
 from jax_ddp_weighting.weighting.sums import WeightedSum
 
 _CAUSES = (
@@ -44,6 +46,7 @@ def check_additive(
     *,
     rtol: float | None = None,
     float64: bool = False,
+    statistics: Statistics | None = None,
 ) -> ParityReport:
     """Whether totals, weights and gradients of a batch's parts add up to those of the whole.
 
@@ -51,6 +54,10 @@ def check_additive(
     and rows of weight 0 add nothing. Only then does the gradient not depend on how rows are dealt
     to ranks and microbatches. A term that is counted once (`WeightedSum.once`) must have the same
     mean in every part.
+
+    A weight alone that does not add up, a constant or one that is clamped to 1, is no weight of
+    rows: `divisors=` of `value_and_grad` takes it. A batch of nothing but padding is tried too, of
+    which such a weight is not 0.
 
     Args:
         loss_fn: `loss_fn(params, batch)` returns a `WeightedSum`, or a dict of them.
@@ -61,12 +68,15 @@ def check_additive(
         rtol: the difference allowed, relative to the largest entry; by default as for
             `check_gradients`.
         float64: compute in float64, whatever JAX is set to and the data are.
+        statistics: `statistics(params, batch)` of a loss that takes `statistics=`, as in
+            `value_and_grad`. They must add up too; every part is given those of the whole.
 
     Returns:
         A `ParityReport` of every comparison made.
 
     Raises:
-        ParityError: something does not add up; names the terms and the usual causes.
+        ParityError: something does not add up; names the terms and the usual causes, or the weight
+            that belongs into a divisor.
         ValueError: a split does not deal all rows out, or leaves a part empty; `rtol` is not in
             `[0, 1)`.
         TypeError: `batch` is no `Batch`, or `loss_fn` returns no `WeightedSum`.
@@ -90,19 +100,32 @@ def check_additive(
         check_rtol("check_additive: rtol", rtol)
     cast = as_float64 if float64 else lambda tree: jax.tree.map(as_host, tree)
     params, batch = cast(params), cast(batch)
+    check_statistics(statistics, caller="check_additive")
     with jax.enable_x64(True) if float64 else nullcontext():
+        statistics_of = jax.jit(partial(_take_statistics, statistics))
         sums_of = jax.jit(_take_gradients(loss_fn))
-        whole = sums_of(params, batch)
-        found = []
+        given = statistics_of(params, batch)
+        whole, found = sums_of(params, batch, given), []
+
+        def compare_parts(parts: list[Batch], split: tuple[int, ...], engine: str) -> None:
+            sums = [sums_of(params, part, given) for part in parts]
+            found.extend(_compare_parts(sums, whole, split, engine, rtol))
+            if given:
+                of_parts = [statistics_of(params, part)["statistics"] for part in parts]
+                right = given["statistics"]
+                found.extend(_compare_statistics(of_parts, right, split, engine, rtol))
+
         for split in deals:
             edges = np.cumsum([0, *split])
             parts = [
-                sums_of(params, jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], batch))
-                for a, b in pairwise(edges)
+                jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], batch) for a, b in pairwise(edges)
             ]
-            found += _compare_parts(parts, whole, split, "sum of parts", rtol)
-        padded = sums_of(params, _add_padding(batch))
-        found += _compare_parts([padded], whole, (rows,), "rows of weight 0 added", rtol)
+            compare_parts(parts, split, "sum of parts")
+        compare_parts([_add_padding(batch)], (rows,), "rows of weight 0 added")
+        if all(each.equal for each in found):
+            # what is clamped shows where nothing has weight, however the rows were split before
+            padding = replace(batch, weights=np.zeros_like(batch.weights))
+            compare_parts([batch, padding], (rows, rows), "rows of weight 0 alone")
     report = ParityReport(tuple(found))
     wrong = report.wrong
     if wrong:
@@ -110,20 +133,47 @@ def check_additive(
         raise ParityError(
             f"check_additive: {len(wrong)} of {len(report.differences)} sums do not add up at "
             f"rtol={worst.rtol:g}; worst {worst.leaf} {worst.shape}, {worst.engine} {worst.split}: "
-            f"off by {worst.difference:.2g} of the whole. {_CAUSES}\n{describe(wrong)}",
+            f"off by {worst.difference:.2g} of the whole. {_explain(wrong)}\n{describe(wrong)}",
             report,
         )
     return report
+
+
+def _take_statistics(
+    statistics: Statistics | None, params: PyTree, batch: Batch
+) -> dict[str, PyTree]:
+    """Those of some rows by the name that a loss takes them by; or nothing."""
+    if statistics is None:
+        return {}
+    whole = {"microbatches": 1, "axis_name": None}
+    return {"statistics": sum_statistics(statistics, params, Rows(batch), None, **whole)}
+
+
+def _explain(wrong: list[LeafDifference]) -> str:
+    leaves = list(dict.fromkeys(each.leaf for each in wrong))
+    weights = [leaf.removesuffix(".weight") for leaf in leaves if leaf.endswith(".weight")]
+    others = [leaf for leaf in leaves if not leaf.endswith(".weight")]
+    # those of which the total and the gradient are right
+    alone = [name for name in weights if not any(x.startswith(f"{name}.") for x in others)]
+    if not alone:
+        return _CAUSES
+    named = " and ".join(map(repr, alone))
+    remedy = (
+        f"Term {named} has a weight that does not add: give it as a divisor, such as divisors="
+        f"{{{alone[0]!r}: 50.0}} or a function of the weight like jnp.maximum(weight, 1), and "
+        "return the rows' own weight."
+    )
+    return remedy if len(alone) == len(leaves) else f"{remedy} {_CAUSES}"
 
 
 Sums = dict[str, tuple[WeightedSum, PyTree]]
 """Each term's sum, and the gradient of its total."""
 
 
-def _take_gradients(loss_fn: LossFn) -> Callable[[PyTree, Batch], Sums]:
-    def sums_of(params: PyTree, batch: Batch) -> Sums:
+def _take_gradients(loss_fn: LossFn) -> Callable[[PyTree, Batch, dict[str, PyTree]], Sums]:
+    def sums_of(params: PyTree, batch: Batch, given: dict[str, PyTree]) -> Sums:
         def totals(params: PyTree) -> Any:
-            sums = loss_fn(params, batch)
+            sums = loss_fn(params, batch, **given)
             factors = dict.fromkeys(sums, 1.0) if isinstance(sums, Mapping) else None
             terms = name_terms(sums, factors, caller="check_additive")
             floating = {name: jnp.asarray(term.total, float) for name, term in terms.items()}
@@ -141,39 +191,50 @@ def _compare_parts(
     found = []
     for name, (term, gradient) in whole.items():
         sums, gradients = zip(*(part[name] for part in parts), strict=True)
-        once = _are_counted_once([*sums, term]) and sum(each.weight for each in sums) != term.weight
-        if once:  # then every part must say what the whole says
-            pairs = [
-                ({"mean": each.total, "gradient": own}, {"mean": term.total, "gradient": gradient})
-                for each, own in zip(sums, gradients, strict=True)
-                if each.weight
-            ]
-        else:
-            added = reduce(operator.add, sums)
-            of_parts = jax.tree.map(lambda *leaves: sum(leaves), *gradients)
-            pairs = [
-                (
-                    {"total": added.total, "weight": added.weight, "gradient": of_parts},
-                    {"total": term.total, "weight": term.weight, "gradient": gradient},
-                )
-            ]
         # What the parts are, not what they add up to: at an optimum that is rounding alone.
         sizes = {
             "total": sum(find_largest(each.total) for each in sums),
             "gradient": sum(find_largest(own) for own in gradients),
         }
-        for got, right in pairs:
-            compared = compare(
-                got,
-                right,
-                split=split,
-                engine=engine,
-                rtol=rtol,
-                caller="check_additive",
-                sizes=sizes,
-            )
-            found += [replace(each, leaf=f"{name}.{each.leaf}") for each in compared]
+        against = partial(
+            compare, split=split, engine=engine, rtol=rtol, caller="check_additive", sizes=sizes
+        )
+        added = reduce(operator.add, sums)
+        of_parts = jax.tree.map(lambda *leaves: sum(leaves), *gradients)
+        compared = against(
+            {"total": added.total, "weight": added.weight, "gradient": of_parts},
+            {"total": term.total, "weight": term.weight, "gradient": gradient},
+        )
+        if _are_counted_once([*sums, term]) and added.weight != term.weight:
+            means = [
+                each
+                for part, own in zip(sums, gradients, strict=True)
+                if part.weight  # then it must say what the whole says
+                for each in against(
+                    {"mean": part.total, "gradient": own},
+                    {"mean": term.total, "gradient": gradient},
+                )
+            ]
+            # a constant of 1 looks like a term that is counted once, but its total adds up
+            adds = all(each.equal for each in compared if each.leaf != "weight")
+            if not adds or all(each.equal for each in means):
+                compared = means
+        found += [replace(each, leaf=f"{name}.{each.leaf}") for each in compared]
     return found
+
+
+def _compare_statistics(
+    parts: list[PyTree], whole: PyTree, split: tuple[int, ...], engine: str, rtol: float | None
+) -> list[LeafDifference]:
+    return compare(
+        {"statistics": jax.tree.map(lambda *leaves: sum(leaves), *parts)},
+        {"statistics": whole},
+        split=split,
+        engine=engine,
+        rtol=rtol,
+        caller="check_additive",
+        sizes={"statistics": sum(find_largest(part) for part in parts)},
+    )
 
 
 def _are_counted_once(sums: list[WeightedSum]) -> bool:

@@ -31,14 +31,19 @@ from jax_ddp_weighting.testing.comparison import (
     describe,
 )
 from jax_ddp_weighting.testing.conventions import round_up
+from jax_ddp_weighting.testing.reference import explain_axis, take_reference
 from jax_ddp_weighting.testing.rounding import (
     find_largest,
     find_narrowest,
     measure_rows,
 )
+from jax_ddp_weighting.weighting.divisors import Divisors, check_divisors
 from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
 from jax_ddp_weighting.weighting.loss_terms import LossFn
 from jax_ddp_weighting.weighting.loss_terms import describe as describe_value
+from jax_ddp_weighting.weighting.microbatches import Rows
+from jax_ddp_weighting.weighting.named_arguments import find_named
+from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics, sum_statistics
 
 # Beside the regimes proper: what `jax.pmap` becomes under `chex.fake_pmap`.
 _FAKE_PMAP = "fake_pmap"
@@ -52,15 +57,18 @@ def check_gradients(
     batch: Batch,
     splits: Sequence[Sequence[int]],
     *,
-    engines: Sequence[str] = meshes.ENGINES,
+    engines: Sequence[str] | None = None,
     microbatches: int = 1,
     coefficients: Mapping[str, Any] | None = None,
+    divisors: Divisors | None = None,
+    statistics: Statistics | None = None,
     rtol: float | None = None,
     float64: bool = False,
     gradient: MakeGradient = value_and_grad,
     rng: Any = None,
     state: PyTree = None,
     has_aux: bool = False,
+    reference: Callable[..., Any] | None = None,
 ) -> ParityReport:
     """Compares the loss and every gradient with one device that holds the whole batch.
 
@@ -74,11 +82,15 @@ def check_gradients(
         batch: the whole batch; rows may have any weight, 0 included, and hold keys.
         splits: one or more ways of dealing the rows, such as `[(3, 1), (4, 0), (2, 1, 1)]`: rows
             per rank, in order. `jit`, `shard_map` and `pmap` need a device per rank.
-        engines: the regimes to compare in, of `ENGINES`; and `"fake_pmap"`, which is `jax.pmap`
+        engines: the regimes to compare in, of `ENGINES`, all of them by default (with `reference`
+            those that map the axis: all but `"jit"`); and `"fake_pmap"`, which is `jax.pmap`
             under `chex.fake_pmap`: ranks of one device, whose results are compared one by one,
             where `pmap` itself hands out the first rank's for all of them.
         microbatches: how many microbatches each rank splits its rows into.
         coefficients: one factor per term, for loss functions that return a dict.
+        divisors: what terms are divided by in place of their weights, as in `value_and_grad`.
+        statistics: sums over the rows of the step that `loss_fn` is given, as in `value_and_grad`;
+            `rng`, if it names it, comes as it does to `loss_fn`.
         rtol: the difference allowed, relative to the largest entry of the leaf; by default 1e-12
             for float64 leaves, 1e-5 for float32, 1e-2 for float16 and 5e-2 for bfloat16. Where rows
             cancel, as at an optimum, what is left is rounding: differences count from some units in
@@ -94,6 +106,11 @@ def check_gradients(
         state: what the model keeps beside its parameters, for `loss_fn(..., state=state)` that
             returns `(sums, state)`. The one that comes back is not compared.
         has_aux: `loss_fn` returns something more, last; it is not compared.
+        reference: what is right, for a loss that needs all rows at once and so uses the axis
+            itself, named `"data"`: negatives gathered from all ranks, a balance taken by `psum`.
+            `reference(params, batch)` is the same on one device that holds the whole batch, in
+            plain JAX and without the axis. It is given `rng` and `state` as `loss_fn` is, and
+            returns a scalar, or what `loss_fn` returns. By default it is `loss_fn` itself.
 
     Returns:
         A `ParityReport` of every comparison made; printed, a table of the leaves.
@@ -104,8 +121,9 @@ def check_gradients(
         ValueError: a split does not deal all rows out, or needs more devices than there are; an
             engine is unknown; `rtol` is not in `[0, 1)`; the reference is not finite; a gradient
             has another structure.
-        TypeError: `batch` is no `Batch`; `gradient` does not take what `value_and_grad` takes, or
-            its function does not return `(loss, gradients)`.
+        TypeError: `batch` is no `Batch`; `reference` returns neither a scalar nor sums; `gradient`
+            does not take what `value_and_grad` takes, or its function does not return
+            `(loss, gradients)`.
 
     Example:
         >>> def loss_fn(w, batch):
@@ -119,12 +137,19 @@ def check_gradients(
     """
     check_batch("check_gradients: batch must be a Batch", batch)
     deals = _check_splits(splits, int(np.shape(batch.weights)[0]))
+    if engines is None:
+        engines = [each for each in meshes.ENGINES if reference is None or each != "jit"]
     _check_engines(engines)
     microbatches = check_microbatches("check_gradients: microbatches", microbatches)
     if rtol is not None:
         check_rtol("check_gradients: rtol", rtol)
     extras: dict[str, Any] = {"has_aux": True} if has_aux else {}
     extras |= {} if state is None else {"has_state": True}
+    # only what is given: a gradient on trial need not take what is not used
+    extras |= {} if divisors is None else {"divisors": divisors}
+    extras |= {} if statistics is None else {"statistics": statistics}
+    check_divisors(divisors, coefficients, caller="check_gradients")
+    check_statistics(statistics, caller="check_gradients")
     options = {"microbatches": microbatches, "coefficients": coefficients, **extras}
     _check_takes(gradient, {"axis_name": "data", **options})
     cast = as_float64 if float64 else lambda tree: jax.tree.map(as_host, tree)
@@ -136,20 +161,39 @@ def check_gradients(
             params, rng, state = given
             # Closed over: an rng that were handed on would be folded with each microbatch's number.
             loss_of = loss_fn if rng is None else partial(_call_with_rng, loss_fn, rng)
+            own = dict(options)
+            if statistics is not None:
+                own["statistics"] = _close_over_rng(statistics, rng, state)
             keywords = {} if state is None else {"state": state}
-            return _unpack(make(loss_of, axis_name=axis_name, **options)(params, rows, **keywords))
+            return _unpack(make(loss_of, axis_name=axis_name, **own)(params, rows, **keywords))
 
         return on_rank
 
-    def sums_of(params: PyTree, rows: Batch) -> Any:
-        args = (rows,) if rng is None else (rows, rng)
-        out = loss_fn(params, *args) if state is None else loss_fn(params, *args, state=state)
-        return out[0] if extras else out
+    positional = () if rng is None else (rng,)
+    keywords = {} if state is None else {"state": state}
+
+    def measure() -> dict[str, float]:
+        found = {}
+        if statistics is not None:
+            own = _close_over_rng(statistics, rng, state)
+            whole = {"microbatches": 1, "axis_name": None}
+            found["statistics"] = sum_statistics(own, params, Rows(batch), state, **whole)
+
+        def sums_of(params: PyTree, rows: Batch) -> Any:
+            out = loss_fn(params, rows, *positional, **keywords, **found)
+            return out[0] if isinstance(out, tuple) else out
+
+        return measure_rows(sums_of, params, batch, coefficients, divisors)
+
+    def right_of(given: tuple[PyTree, Any, PyTree], batch: Batch) -> dict[str, PyTree]:
+        if reference is None:
+            return take(value_and_grad, None, **options | {"microbatches": 1})(given, batch)
+        return take_reference(reference, given, batch, coefficients=coefficients, divisors=divisors)
 
     with jax.enable_x64(True) if float64 else nullcontext():
-        reference = take(value_and_grad, None, **options | {"microbatches": 1})
-        right = jax.jit(reference)(given, batch)
-        sizes = cache(lambda: measure_rows(sums_of, params, batch, coefficients))
+        with explain_axis():
+            right = jax.jit(right_of)(given, batch)
+        sizes = cache(measure)
         found = []
         for split in deals:
             rows = _deal_rows(batch, split, microbatches)
@@ -157,7 +201,9 @@ def check_gradients(
                 on_rank = take(gradient, None if engine == "jit" else "data", **options)
                 run, args = _prepare(on_rank, given, rows, len(split), engine)
                 compared: list[LeafDifference] = []
-                for got in _run(run, args, len(split), engine):
+                with explain_axis():
+                    gots = _run(run, args, len(split), engine)
+                for got in gots:
                     against = partial(
                         compare, got, right, split=split, engine=engine, rtol=rtol,
                         caller="check_gradients",
@@ -174,6 +220,14 @@ def check_gradients(
     if report.wrong:
         raise ParityError(_write_message(report, microbatches), report)
     return report
+
+
+def _close_over_rng(statistics: Statistics, rng: Any, state: PyTree) -> Statistics:
+    """The statistics with their key, if they name it, as it is given to the loss."""
+    offered = {"rng": rng, "state": state}
+    argument = "check_gradients: statistics"
+    named = find_named(statistics, "params, batch", offered, argument=argument)
+    return partial(statistics, rng=rng) if "rng" in named else statistics
 
 
 def _call_with_rng(loss_fn: LossFn, rng: Any, params: PyTree, batch: Any, **state: PyTree) -> Any:

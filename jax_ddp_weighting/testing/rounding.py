@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.weighting.divisors import Divisors, apply_divisors
 from jax_ddp_weighting.weighting.loss_terms import has_gradient, name_terms
 from jax_ddp_weighting.weighting.sums import divide
 
@@ -23,6 +24,7 @@ def measure_rows(
     params: PyTree,
     batch: Batch,
     coefficients: Mapping[str, Any] | None,
+    divisors: Divisors | None = None,
 ) -> dict[str, float]:
     """The sizes that a loss and its gradients would have if no two rows cancelled.
 
@@ -31,6 +33,7 @@ def measure_rows(
         params: the parameters.
         batch: the whole batch, whose rows are taken one by one.
         coefficients: one factor per term, or None for a loss of one.
+        divisors: what terms are divided by that have a divisor.
 
     Returns:
         Of `loss` and `params` the largest entry of the rows' contributions, added up without their
@@ -50,6 +53,8 @@ def measure_rows(
             lambda row: {name: each.weight for name, each in terms_of(params, row).items()}, rows
         )
         weights = jax.tree.map(jnp.sum, weights)
+        given = {name: each for name, each in (divisors or {}).items() if name in weights}
+        weights |= apply_divisors(given, weights, replicated=None, axis_name=None)
 
         def share(params: PyTree, row: Any) -> Any:
             terms = terms_of(params, row).items()

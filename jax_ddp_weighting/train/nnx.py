@@ -27,7 +27,9 @@ from jax_ddp_weighting.train.step import (
     check_takes,
     global_step,
 )
+from jax_ddp_weighting.weighting.divisors import Divisors
 from jax_ddp_weighting.weighting.loss_terms import LossFn
+from jax_ddp_weighting.weighting.statistics import Statistics, call_statistics
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ def make_nnx_train_step(
     microbatches: int = 1,
     engine: str = "shard_map",
     coefficients: Mapping[str, Any] | None = None,
+    divisors: Divisors | None = None,
+    statistics: Statistics | None = None,
+    skip_empty: bool = True,
     rng_per: str = "rank",
     gather_per: str = "step",
     grad_norm: bool = False,
@@ -108,6 +113,10 @@ def make_nnx_train_step(
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
         coefficients: one factor per term; 0 for one that is only to be reported.
+        divisors: what terms are divided by in place of their weights, as in `make_train_step`.
+        statistics: sums over all rows of the step that `loss_fn` is given as `statistics=`, as in
+            `make_train_step`: `statistics(model, batch)`. What it changes in the model is dropped.
+        skip_empty: whether a step in which nothing has weight is skipped, as in `make_train_step`.
         rng_per: `"rank"` folds the rng, and the model's own random streams, with the rank; the
             global view of `jit` has one for all rows. `"example"` gives `loss_fn` an array of keys
             `[rows]`, each made of the rng and the row's id alone, and refuses a model that draws
@@ -150,14 +159,17 @@ def make_nnx_train_step(
         (True, 20)
     """
     options = StepOptions(
-        "make_nnx_train_step",
-        mesh,
-        microbatches,
-        engine,
-        coefficients,
-        rng_per,
-        axis_name,
-        gather_per,
+        caller="make_nnx_train_step",
+        mesh=mesh,
+        microbatches=microbatches,
+        engine=engine,
+        coefficients=coefficients,
+        rng_per=rng_per,
+        axis_name=axis_name,
+        gather_per=gather_per,
+        divisors=divisors,
+        skip_empty=skip_empty,
+        statistics=statistics,
     )
 
     def step(
@@ -169,7 +181,11 @@ def make_nnx_train_step(
         replicated: PyTree,
     ) -> tuple[Any, StepReport]:
         model_def, params, keys, rest, optimizer = carried
-        gradient_of = global_step(_of_model(loss_fn, model_def, optimizer.wrt, options), options)
+        gradient_of = global_step(
+            _of_model(loss_fn, model_def, optimizer.wrt, options),
+            options,
+            _statistics_of_model(model_def, optimizer.wrt, options),
+        )
         gradient = partial(gradient_of, placement[1])
         old = {"streams": keys, "variables": rest}
         report, gradients, state = gradient(params, old, batch, rng, replicated)
@@ -190,7 +206,7 @@ def make_nnx_train_step(
             return nnx.state(model, optimizer.wrt), updated
 
         tx, opt_state, pure = optimizer.tx, optimizer.opt_state, nnx.as_pure(gradients)
-        offered = make_arguments(tx, opt_state, report, pure, evaluate, coefficients)
+        offered = make_arguments(tx, opt_state, report, pure, evaluate, options)
         given = nnx.as_pure(extra)
         (params, optimizer), stepped = run_optimizer(
             tx, opt_state, offered, given, report.skipped, apply, (params, optimizer)
@@ -214,18 +230,14 @@ def _of_model(
     loss_fn: LossFn, model_def: Any, wrt: Any, options: StepOptions
 ) -> Callable[..., Any]:
     """The loss as a function of the model's parameters, with the rest of the model as its state."""
-    axis_name, per_example = options.mapped_axis, options.rng_per == "example"
 
     def of_model(
         params: PyTree, batch: Batch, *rng: Array, state: PyTree, **given: Any
     ) -> tuple[Any, PyTree]:
         arguments = "model, batch, rng" if rng else "model, batch"
+        given = options.find_for_loss(loss_fn, given)
         check_takes(options.caller, loss_fn, arguments, 2 + len(rng), given)
-        keys = state["streams"]
-        if axis_name is not None and not per_example:
-            rank = jax.lax.axis_index(axis_name)
-            keys = jax.tree.map(lambda key: _fold_rank(key, rank), keys)
-        model = nnx.merge(model_def, params, keys, state["variables"], copy=True)
+        model = _merge(model_def, params, state, options)
         sums = loss_fn(model, batch, *rng, **given)
         new_def, _, _, variables = nnx.split(model, wrt, nnx.RngKey, ...)
         if new_def != model_def:
@@ -234,11 +246,40 @@ def _of_model(
                 "with other variables or attributes than before. Return what you would keep in "
                 "them as a term, or take them out with nnx.pop."
             )
-        if per_example:
-            _check_nothing_drawn(options.caller, state["variables"], variables)
+        if options.rng_per == "example":
+            _check_nothing_drawn(options.caller, "loss_fn", state["variables"], variables)
         return sums, {"streams": state["streams"], "variables": variables}
 
     return of_model
+
+
+def _statistics_of_model(model_def: Any, wrt: Any, options: StepOptions) -> Statistics | None:
+    """The step's statistics as a function of the model's parameters and its state."""
+    statistics = options.statistics
+    if statistics is None:
+        return None
+
+    def of_model(
+        params: PyTree, batch: Batch, *, state: PyTree, rng: Any = None, replicated: PyTree = None
+    ) -> PyTree:
+        model = _merge(model_def, params, state, options)
+        offered = {"rng": rng, "replicated": replicated}
+        found = call_statistics(statistics, model, batch, offered, names="model, batch")
+        if options.rng_per == "example":
+            variables = nnx.split(model, wrt, nnx.RngKey, ...)[3]
+            _check_nothing_drawn(options.caller, "statistics", state["variables"], variables)
+        return found
+
+    return of_model
+
+
+def _merge(model_def: Any, params: PyTree, state: PyTree, options: StepOptions) -> Any:
+    """A model of the rank's own, with the rank's own random streams."""
+    keys = state["streams"]
+    if options.mapped_axis is not None and options.rng_per != "example":
+        rank = jax.lax.axis_index(options.mapped_axis)
+        keys = jax.tree.map(lambda key: _fold_rank(key, rank), keys)
+    return nnx.merge(model_def, params, keys, state["variables"], copy=True)
 
 
 def _find_variables(tree: Any) -> list[nnx.Variable]:
@@ -252,11 +293,11 @@ def _fold_rank(key: Array, rank: Array) -> Array:
     return fold(key, rank)
 
 
-def _check_nothing_drawn(caller: str, before: PyTree, after: PyTree) -> None:
+def _check_nothing_drawn(caller: str, name: str, before: PyTree, after: PyTree) -> None:
     counts = [jax.tree.leaves(nnx.filter_state(each, nnx.RngCount)) for each in (before, after)]
     if any(old is not new for old, new in zip(*counts, strict=True)):
         raise ValueError(
-            f"{caller}: loss_fn must draw from its rng alone where rng_per='example', got a model "
+            f"{caller}: {name} must draw from its rng alone where rng_per='example', got a model "
             "that drew from a stream of its own, which knows no examples. Pass keys to its layers, "
             "or build it without rngs."
         )

@@ -18,8 +18,9 @@ from jax_ddp_weighting.train.accumulation import (
     is_window,
     window_weight,
 )
-from jax_ddp_weighting.train.step import StepReport
+from jax_ddp_weighting.train.step import StepOptions, StepReport
 from jax_ddp_weighting.weighting.dtypes import widen
+from jax_ddp_weighting.weighting.loss_terms import has_gradient
 
 T = TypeVar("T")
 
@@ -114,7 +115,7 @@ def make_arguments(
     report: StepReport,
     gradients: PyTree,
     evaluate: Evaluate,
-    coefficients: Mapping[str, Any] | None,
+    options: StepOptions,
 ) -> dict[str, Any]:
     """The extra arguments that an optimizer is given by a step, as far as it takes any.
 
@@ -124,7 +125,8 @@ def make_arguments(
     """
     arguments: dict[str, Any] = {}
     if counts_windows(opt_state):
-        arguments["weight"] = window_weight(report.loss.terms, coefficients)
+        _check_window_options(options)
+        arguments["weight"] = window_weight(report.loss.terms, options.coefficients)
     if not isinstance(tx, optax.GradientTransformationExtraArgs):
         return arguments
     return arguments | {
@@ -135,6 +137,23 @@ def make_arguments(
         "grad_fn": jax.tree_util.Partial(lambda params, *_: evaluate(params)[1]),
         "value_fn": _make_value_fn(evaluate),
     }
+
+
+def _check_window_options(options: StepOptions) -> None:
+    factors = options.coefficients or {"loss": 1.0}
+    given = [name for name in options.divisors or () if has_gradient(factors[name])]
+    if given:
+        raise ValueError(
+            f"train step: divisors must be left out under weighted_multi_steps, got one for "
+            f"{given[0]!r}. A window is divided by the weights of its steps, and a divisor of one "
+            "step is none of the window: split the batch with microbatches= instead."
+        )
+    if not options.skip_empty:
+        raise ValueError(
+            "train step: skip_empty must be True under weighted_multi_steps, got False. A batch "
+            "without weight has its place in the window, and a window without weight does not "
+            "step: split the batch with microbatches= instead."
+        )
 
 
 def _make_value_fn(evaluate: Evaluate) -> Callable[[PyTree], Array]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -15,6 +16,7 @@ from jax_ddp_weighting._arguments import check_at_least
 from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch, check_is_global
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.divisors import Divisors, check_divisors
 from jax_ddp_weighting.weighting.gradient import (
     GlobalLoss,
     GradientOptions,
@@ -23,6 +25,8 @@ from jax_ddp_weighting.weighting.gradient import (
 )
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
 from jax_ddp_weighting.weighting.microbatches import check_rows
+from jax_ddp_weighting.weighting.named_arguments import find_for_loss
+from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics
 
 STEP_ENGINES = ("shard_map", "jit", "pmap")
 RNG_PER = ("rank", "example")
@@ -38,8 +42,9 @@ class StepReport:
         loss: the global loss and its terms.
         weight: the accepted weight of the batch, summed over all ranks; an integer where weights
             are integers (2**31 - 1, if 32 bits cannot hold it).
-        skipped: whether the batch had no weight: nothing in it that pulls on the parameters counts,
-            or some of its weights are bad.
+        skipped: whether the batch had no weight: nothing in it that pulls on the parameters counts
+            (of a term that is given a divisor: the divisor is 0), or some of its weights are bad.
+            Under `skip_empty=False` whether some are bad.
         stepped: whether the optimizer applied an update in this call: where the batch was not
             skipped (and `optax.apply_if_finite`, if it is there, let the update pass); under
             `weighted_multi_steps` where a window of any weight closed, be it on a skipped batch.
@@ -60,8 +65,8 @@ class StepReport:
 
     @property
     def means(self) -> dict[str, Array]:
-        """Each term's mean over its own weight, before its coefficient."""
-        return {name: term.mean() for name, term in self.loss.terms.items()}
+        """Each term's mean over its own weight or divisor, before its coefficient."""
+        return self.loss.means
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,9 @@ class StepOptions:
         coefficients: one factor per term, or None for a loss of one term.
         rng_per: one of `RNG_PER`.
         axis_name: the data axis.
+        divisors: what terms are divided by that have a divisor, or None.
+        skip_empty: whether a step in which nothing has weight is skipped.
+        statistics: what is summed over the step before any loss is taken, or None.
         gather_per: one of `GATHER_PER`.
     """
 
@@ -86,6 +94,9 @@ class StepOptions:
     coefficients: Mapping[str, Any] | None
     rng_per: str
     axis_name: AxisName
+    divisors: Divisors | None = None
+    skip_empty: bool = True
+    statistics: Statistics | None = None
     gather_per: str = "step"
 
     def __post_init__(self) -> None:
@@ -104,6 +115,14 @@ class StepOptions:
                 f"{dict(self.coefficients)}. A term of coefficient 0 is reported and pulls on "
                 "nothing."
             )
+        divisors = check_divisors(self.divisors, self.coefficients, caller=self.caller)
+        object.__setattr__(self, "divisors", divisors)
+        if not isinstance(self.skip_empty, bool | np.bool_):
+            raise TypeError(
+                f"{self.caller}: skip_empty must be True or False, got {self.skip_empty!r}. False "
+                "gives the optimizer a gradient of 0 where nothing in a batch has weight."
+            )
+        check_statistics(self.statistics, caller=self.caller)
         if isinstance(self.mesh, AbstractMesh):
             raise TypeError(
                 f"{self.caller}: mesh must have devices, got an AbstractMesh. data_mesh() makes a "
@@ -117,6 +136,11 @@ class StepOptions:
     def ranks(self) -> int:
         """The number of ranks on the data axis."""
         return meshes.num_ranks(self.mesh, self.axis_name, caller=self.caller)
+
+    def find_for_loss(self, loss_fn: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        """What of `given` the user's loss function is given by name."""
+        others = [*(self.divisors or {}).values(), self.statistics]
+        return find_for_loss(loss_fn, given, others)
 
     @property
     def mapped_axis(self) -> AxisName | None:
@@ -137,12 +161,15 @@ class StepOptions:
         return jax.tree.structure(params).unflatten(specs)
 
 
-def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[..., Any]:
+def global_step(
+    loss_fn: Callable[..., Any], options: StepOptions, statistics: Statistics | None
+) -> Callable[..., Any]:
     """The gradient of a step over all ranks, and the state that its model keeps.
 
     Args:
         loss_fn: `loss_fn(params, batch, [rng], state=state)` returns `(sums, state)`.
         options: how it is run.
+        statistics: `statistics(params, batch, state=state)`, the options' own, or None.
 
     Returns:
         A function `(placement, params, state, batch, rng, replicated) -> (StepReport, gradients,
@@ -155,6 +182,8 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
         options.mapped_axis,
         options.microbatches,
         options.coefficients,
+        options.divisors,
+        statistics,
         has_state=True,
         has_accepted=True,
     )
@@ -200,20 +229,26 @@ def global_step(loss_fn: Callable[..., Any], options: StepOptions) -> Callable[.
             # tell whether it is the same on every rank.
             jax.eval_shape(over_ranks("shard_map", None), *inputs)
         found = over_ranks(options.engine, options.specs_of(params, placement))(*inputs)
-        # Both are asked: a batch may have rows whose terms all weigh 0, such as ignored labels, and
-        # a term that is weighed in something else than rows counts for nothing without any.
-        pulling = [
-            term.weight > 0
-            for name, term in found.loss.terms.items()
-            if has_gradient(gradient.factors[name])
-        ]
-        # With bad weights all of them are 0, so that such a step is one without weight.
-        skipped = ~((found.accepted != 0) & jnp.any(jnp.stack(pulling)))
+        skipped = _is_empty(found, gradient) if options.skip_empty else found.loss.bad_weights != 0
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, found.state)
         report = StepReport(found.loss, found.accepted, skipped, ~skipped)
         return report, found.gradients, state
 
     return step
+
+
+def _is_empty(found: StepGradient, gradient: GradientOptions) -> Array:
+    """Whether nothing in the step counts that pulls on the parameters, or its weights are bad."""
+    loss, pulls = found.loss, [n for n in found.loss.terms if has_gradient(gradient.factors[n])]
+    # With bad weights all of these are 0, so that such a step is one without weight.
+    given = [loss.divisors[name] > 0 for name in pulls if name in loss.divisors]
+    pulling = [loss.terms[name].weight > 0 for name in pulls if name not in loss.divisors]
+    counts = given
+    if pulling:
+        # Both are asked: a batch may have rows whose terms all weigh 0, such as ignored labels, and
+        # a term that is weighed in something else than rows counts for nothing without any.
+        counts = [*given, (found.accepted != 0) & jnp.any(jnp.stack(pulling))]
+    return ~(jnp.any(jnp.stack(counts)) if given else counts[0])
 
 
 _THREEFRY = "threefry2x32"
@@ -248,7 +283,7 @@ def check_takes(
         loss_fn: what will be called.
         names: its positional arguments in order, for the error.
         count: how many they are.
-        given: what comes by name, `replicated` or nothing.
+        given: what comes by name, such as `replicated`.
     """
     signature = inspect.signature(loss_fn)
     try:
@@ -256,8 +291,9 @@ def check_takes(
     except TypeError:
         if given:
             raise TypeError(
-                f"{caller}: loss_fn must take ({names}, *, replicated) when the step is given "
-                f"replicated, got {signature}. Give it only what the loss function takes."
+                f"{caller}: loss_fn must take ({names}, *, {', '.join(given)}) when the step is "
+                f"given {' and '.join(given)}, got {signature}. Give it only what the loss "
+                "function takes."
             ) from None
         rng = "an rng" if count == 3 else "no rng"
         raise TypeError(

@@ -26,7 +26,9 @@ from jax_ddp_weighting.train.step import (
     check_takes,
     global_step,
 )
+from jax_ddp_weighting.weighting.divisors import Divisors
 from jax_ddp_weighting.weighting.loss_terms import LossFn
+from jax_ddp_weighting.weighting.statistics import Statistics, call_statistics
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,9 @@ def make_train_step(
     microbatches: int = 1,
     engine: str = "shard_map",
     coefficients: Mapping[str, Any] | None = None,
+    divisors: Divisors | None = None,
+    statistics: Statistics | None = None,
+    skip_empty: bool = True,
     mutable: str | Sequence[str] = (),
     rng_per: str = "rank",
     gather_per: str = "step",
@@ -80,7 +85,7 @@ def make_train_step(
     The rule: the gradient of the global weighted mean is applied once per step. A step in which
     nothing has weight changes nothing: not the parameters, not the optimizer's state, not the count
     that schedules read, no collection. (A zero gradient would not do: AdamW moves parameters on
-    one.)
+    one. Who wants it all the same says `skip_empty=False`.)
 
     What is to be reported beside the loss, such as an accuracy, is a term of coefficient 0: it is
     counted over all ranks and microbatches like the loss, and pulls on nothing. Loss scaling and
@@ -95,6 +100,18 @@ def make_train_step(
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
         coefficients: one factor per term.
+        divisors: by term what it is divided by in place of its weight over the whole step: a
+            number, or a function of that weight; see `value_and_grad`. A term with a divisor makes
+            a step count wherever the divisor is above 0, with accepted rows or without: one with a
+            constant is never skipped. A window of `weighted_multi_steps` is divided by weights,
+            and takes none for the term that pulls.
+        statistics: `statistics(params, batch)` returns sums over the rows that it is given, a
+            pytree of arrays. They are added up over microbatches and ranks before any loss is
+            taken, and given as `loss_fn(..., statistics=...)`; see `value_and_grad`. It is given
+            variables where `loss_fn` is, and `rng` and `replicated` where it names them.
+        skip_empty: whether a step in which nothing that pulls has weight (or a divisor above 0) is
+            skipped. With False the optimizer is given a gradient of 0 then, and the collections
+            move on; a step of bad weights changes nothing all the same.
         mutable: names of flax collections that the model updates, such as `"batch_stats"`, each a
             field of the state. `loss_fn` is then given variables in place of parameters,
             `{"params": ..., "batch_stats": ...}`, and returns `(sums, updates)`, the updates as
@@ -193,10 +210,24 @@ def make_train_step(
         (True, 1.0)
     """
     options = StepOptions(
-        "make_train_step", mesh, microbatches, engine, coefficients, rng_per, axis_name, gather_per
+        caller="make_train_step",
+        mesh=mesh,
+        microbatches=microbatches,
+        engine=engine,
+        coefficients=coefficients,
+        rng_per=rng_per,
+        axis_name=axis_name,
+        gather_per=gather_per,
+        divisors=divisors,
+        skip_empty=skip_empty,
+        statistics=statistics,
     )
     names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
-    gradient_of = global_step(_with_collections(loss_fn, names, options), options)
+    gradient_of = global_step(
+        _with_collections(loss_fn, options, names),
+        options,
+        _statistics_of_variables(options, names),
+    )
 
     def step(
         placement: Any,
@@ -220,9 +251,7 @@ def make_train_step(
             bound = bound.apply_gradients(grads=gradients, **collections)
             return bound.replace(tx=state.tx)
 
-        offered = make_arguments(
-            state.tx, state.opt_state, report, gradients, evaluate, coefficients
-        )
+        offered = make_arguments(state.tx, state.opt_state, report, gradients, evaluate, options)
         state, stepped = run_optimizer(
             state.tx, state.opt_state, offered, extra, report.skipped, apply, state
         )
@@ -240,12 +269,13 @@ def make_train_step(
     return TrainStep(CompiledStep(step, options.mesh, axis_name, check=check, donate=donate))
 
 
-def _with_collections(loss_fn: LossFn, names: tuple[str, ...], options: StepOptions) -> LossFn:
+def _with_collections(loss_fn: LossFn, options: StepOptions, names: tuple[str, ...]) -> LossFn:
     def with_collections(
         params: PyTree, batch: Batch, *rng: Array, state: dict[str, PyTree], **given: Any
     ) -> tuple[Any, dict[str, PyTree]]:
         first = "variables" if names else "params"
         arguments = f"{first}, batch, rng" if rng else f"{first}, batch"
+        given = options.find_for_loss(loss_fn, given)
         check_takes("make_train_step", loss_fn, arguments, 2 + len(rng), given)
         free = free_boxes({"params": params, **state}, options.mapped_axis)
         if not names:
@@ -266,6 +296,24 @@ def _with_collections(loss_fn: LossFn, names: tuple[str, ...], options: StepOpti
         return sums, {name: box_as(updates[name], state[name]) for name in names}
 
     return with_collections
+
+
+def _statistics_of_variables(options: StepOptions, names: tuple[str, ...]) -> Statistics | None:
+    """The step's statistics as a function of parameters and the collections beside them."""
+    statistics = options.statistics
+    if statistics is None:
+        return None
+
+    def of_variables(
+        params: PyTree, batch: Batch, *, state: PyTree, rng: Any = None, replicated: PyTree = None
+    ) -> PyTree:
+        free = free_boxes({"params": params, **state}, options.mapped_axis)
+        first = free if names else free["params"]
+        words = "variables, batch" if names else "params, batch"
+        offered = {"rng": rng, "replicated": replicated}
+        return call_statistics(statistics, first, batch, offered, names=words)
+
+    return of_variables
 
 
 def _check_state(state: Any, names: tuple[str, ...]) -> None:

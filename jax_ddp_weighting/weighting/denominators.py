@@ -1,10 +1,11 @@
 """What a step is divided by: the weights of its terms over all rows, microbatches and ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -79,11 +80,11 @@ class Denominators(NamedTuple):
     """What a step is divided by, the same on every rank.
 
     Attributes:
-        bad: how many weights of the step cannot count.
+        bad: how many weights of the step cannot count, and divisors.
         accepted: the weight of all ranks' rows; None where nobody asks for it.
-        terms: what each term is divided by, a float.
-        weights: the same as it is reported: an integer where weights are integers.
-        beyond: what an integer of 32 bits leaves out of it, or None.
+        terms: what each term is divided by, a float: its weight, or the divisor it was given.
+        weights: its weight as it is reported: an integer where weights are integers.
+        beyond: what an integer of 32 bits leaves out of that, or None.
     """
 
     bad: Array
@@ -93,13 +94,23 @@ class Denominators(NamedTuple):
     beyond: dict[str, Array | None]
 
 
-def to_denominators(step: StepWeights, coefficients: Mapping[str, Any] | None) -> Denominators:
+def to_denominators(
+    step: StepWeights,
+    coefficients: Mapping[str, Any] | None,
+    divisors_of: Callable[[dict[str, Array]], dict[str, Array]] | None = None,
+) -> Denominators:
     """What to divide by, of the weights summed over the whole step.
 
     The rule: all are 0 where any weight of the step is bad, so that it counts for nothing, as a
     step without weight does. And with `M` the weight of missing ranks and `V` that of those
     present, every term that pulls is divided by `1 + M / V` times its weight, whatever it is
     weighed in.
+
+    Args:
+        step: the sums.
+        coefficients: one factor per term, or None for a loss of one.
+        divisors_of: of the weights, stretched so, the divisors of the terms that have one. One that
+            is negative, NaN or infinite is as bad as such a weight.
     """
     good = step.bad == 0
     sums = jax.tree.map(lambda leaf: jnp.where(good, leaf, 0), step)
@@ -115,11 +126,22 @@ def to_denominators(step: StepWeights, coefficients: Mapping[str, Any] | None) -
     accepted = None if sums.accepted is None else to_report(sums.accepted)[0]
     weights = {name: weight for name, (weight, _) in reported.items()}
     beyond = {name: rest for name, (_, rest) in reported.items()}
-    return Denominators(step.bad, accepted, terms, weights, beyond)
+    found = Denominators(step.bad, accepted, terms, weights, beyond)
+    return found if divisors_of is None else _divide_otherwise(found, divisors_of(terms))
+
+
+def _divide_otherwise(found: Denominators, divisors: dict[str, Array]) -> Denominators:
+    """The same with other divisors for some terms; all 0 where one of these is bad."""
+    bad = jnp.sum(jnp.stack([is_bad(each) for each in divisors.values()]).astype(jnp.int32))
+    # of a step that was bad before, its weights are 0, and what was made of them says nothing
+    bad = jnp.where(found.bad == 0, bad.astype(found.bad.dtype), found.bad)
+    divided = found._replace(terms={**found.terms, **divisors})
+    cleared = jax.tree.map(lambda leaf: jnp.where(bad == 0, leaf, jnp.zeros_like(leaf)), divided)
+    return cleared._replace(bad=bad)
 
 
 def sum_over_ranks(sums: T, axis_name: AxisName | None) -> T:
-    """Sums each over the ranks, with one all-reduce per dtype instead of one per scalar."""
+    """Sums each over the ranks, with one all-reduce per dtype instead of one per array."""
     sums = _carry(sums)  # after microbatches were added, and before ranks are
     if axis_name is None:
         return sums
@@ -133,10 +155,20 @@ def sum_over_ranks(sums: T, axis_name: AxisName | None) -> T:
             leaves[at] = sums.bad.astype(dtypes[0])
     for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
         places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        summed = lax.psum(jnp.stack([leaves[i] for i in places]), axis_name)
+        summed = _sum_each_over_ranks([leaves[i] for i in places], axis_name)
         for i, place in enumerate(places):
             leaves[place] = summed[i]
     return _carry(structure.unflatten(leaves))
+
+
+def _sum_each_over_ranks(leaves: list[Array], axis_name: AxisName) -> Sequence[Array]:
+    """Arrays of one dtype, by one all-reduce."""
+    if all(leaf.ndim == 0 for leaf in leaves):
+        return lax.psum(jnp.stack(leaves), axis_name)
+    summed = lax.psum(jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]), axis_name)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    parts = [summed[end - leaf.size : end] for leaf, end in zip(leaves, ends, strict=True)]
+    return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
 
 
 def _carry(sums: T) -> T:

@@ -11,7 +11,7 @@ are summed over the ranks once.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -31,6 +31,12 @@ from jax_ddp_weighting.weighting.denominators import (
     sum_step_weights,
     to_denominators,
 )
+from jax_ddp_weighting.weighting.divisors import (
+    Divisors,
+    apply_divisors,
+    check_divisors,
+    check_terms,
+)
 from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import (
     LossFn,
@@ -43,6 +49,7 @@ from jax_ddp_weighting.weighting.loss_terms import (
     unpack,
 )
 from jax_ddp_weighting.weighting.microbatches import Rows, check_rows, take_microbatch
+from jax_ddp_weighting.weighting.named_arguments import find_for_loss
 from jax_ddp_weighting.weighting.param_specs import (
     Layout,
     ParamSpecs,
@@ -51,6 +58,7 @@ from jax_ddp_weighting.weighting.param_specs import (
     scatter_sum,
     type_as_shared,
 )
+from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics, sum_statistics
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 
@@ -66,14 +74,29 @@ class GlobalLoss:
             cannot hold it, it is 2**31 - 1 and the rest is in `beyond`, so that the mean is right.
         bad_weights: how many weights of the step cannot count, because they are negative, NaN,
             infinite, or a sum that passed 2**31 before it came here: rows of a `Batch`; and where
-            no row is bad, or no `Batch` was given, terms, on each rank and microbatch. If there are
-            any, nothing is counted: the value is NaN, and the gradient and all terms are 0, as in a
-            step without weight.
+            no row is bad, or no `Batch` was given, terms, on each rank and microbatch; and, where
+            all weights are good, divisors. If there are any, nothing is counted: the value is NaN,
+            and the gradient and all terms are 0, as in a step without weight.
+        divisors: what a term was divided by in place of its weight, a scalar of at least float32,
+            by the name of each term that was given a divisor.
+        statistics: those of the whole step, as the loss function was given them; None without.
     """
 
     value: Any
     terms: dict[str, WeightedSum]
     bad_weights: Any = 0
+    divisors: dict[str, Any] = field(default_factory=dict)
+    statistics: Any = None
+
+    @property
+    def means(self) -> dict[str, Array]:
+        """Each term over its divisor, or else its weight, before its coefficient; 0 over 0."""
+        return {
+            name: divide(term.whole().total, self.divisors[name])
+            if name in self.divisors
+            else term.mean()
+            for name, term in self.terms.items()
+        }
 
 
 def value_and_grad(
@@ -82,6 +105,8 @@ def value_and_grad(
     axis_name: AxisName | None = None,
     microbatches: int = 1,
     coefficients: Mapping[str, Any] | None = None,
+    divisors: Divisors | None = None,
+    statistics: Statistics | None = None,
     param_specs: ParamSpecs | None = None,
     has_aux: bool = False,
     has_state: bool = False,
@@ -89,8 +114,8 @@ def value_and_grad(
     """The global weighted mean and its gradient, the same in every regime and on every rank.
 
     The rule: `sum over terms of coefficient * (total / weight)`, each term over its own weight
-    summed over all ranks and microbatches, divided once. A term of weight 0 contributes value 0 and
-    gradient 0.
+    summed over all ranks and microbatches, divided once; or over the divisor that it is given. A
+    term of weight 0, or of divisor 0, contributes value 0 and gradient 0.
 
     With several microbatches the weights are summed first, in a pass whose forward computation XLA
     removes because only the weights are used; the gradients are then accumulated by `lax.scan`, in
@@ -103,12 +128,34 @@ def value_and_grad(
             them that `coefficients` combines. No gradient flows into weights.
         axis_name: the mapped data axis (or a tuple of axes) inside `shard_map`, `pmap` or `vmap`;
             None for the global view of `jit`, and for one device. It names every axis that rows lie
-            over, or parts of rows, such as the tokens of a long one.
+            over, or parts of rows, such as the tokens of a long one; and no other, or what is
+            summed counts the same rows as often as that axis has ranks.
         microbatches: how many microbatches to split the rows into. Microbatch `k` of `K` holds rows
             `k, k + K, k + 2K, ...`, so that the rows of a sharded batch stay on their device.
         coefficients: one factor per term, for loss functions that return a dict. A term of
             coefficient 0 is a metric: it is summed and reported, and pulls no gradient. Of a traced
             coefficient nothing is known beforehand, so its term is no metric, even where it is 0.
+        divisors: by term (the one unnamed term is `"loss"`) what it is divided by in place of its
+            weight, whatever the regime and however many ranks and microbatches there are. A number,
+            finite and at least 0, such as the expected size of a batch. Or a function of the term's
+            weight over the whole step, called once per step: `lambda weight:
+            jnp.maximum(weight, 1)`. It is given a float scalar (float32, or float64 under x64, also
+            where weights are integers; in batches of `join_batches` stretched by what is missing,
+            as `Batch.missing` says) and returns a real scalar; one that is negative, NaN or
+            infinite makes the step a bad one (`GlobalLoss.bad_weights`). If it names `replicated`
+            too, it is given that of the step: `lambda weight, *, replicated:
+            0.9 * replicated["ema"] + 0.1 * weight` is a moving average, whose next `ema` is
+            `loss.divisors["loss"]`. No gradient flows into divisors. A metric may have one; a term
+            of `WeightedSum.once` may not, since its weight counts ranks and microbatches.
+        statistics: `statistics(params, batch)` returns a pytree of arrays, sums over the rows that
+            it is given. They are added up over microbatches and ranks before any loss is taken, and
+            handed on as `loss_fn(..., statistics=...)`, the same to every rank and microbatch, and
+            in `GlobalLoss.statistics`: the share of tokens of each expert, the size of each class,
+            a global normaliser. No gradient flows through them. Floats come in float32 at least;
+            integers are added up exactly, to 2**47, and come as floats. It is given `rng`, `state`
+            and `replicated` too, as the loss function is, where its signature names them by these
+            names and the step has them; the state is that before the step in every microbatch.
+            Costs one more forward pass of this function, and one all-reduce per dtype.
         param_specs: which parameters are sharded over mapped axes: a pytree of `PartitionSpec`s, in
             the structure of `params` or of its first levels, or one for all. What is not sharded
             over an axis of `axis_name` must be the same on every rank of it. `loss_fn` is given the
@@ -132,15 +179,20 @@ def value_and_grad(
         `aux` coming last with both. `batch` is a pytree of arrays with one leading axis of rows,
         the same number in every leaf. What is no row goes in as `replicated=`, a pytree that every
         rank and microbatch is given whole, as `loss_fn(..., replicated=...)`: class weights, a
-        teacher, a target network. Gradients have the shapes and dtypes of `params`. `aux` is the
-        rank's own, stacked along a new leading axis when there are several microbatches. A given
-        `rng` is folded with the microbatch's number and passed as `loss_fn(params, batch, rng)`.
+        teacher, a target network. (A `loss_fn` that does not name it is not given what was meant
+        for a divisor or for statistics that do.) Gradients have the shapes and dtypes of `params`.
+        `aux` is the rank's own, stacked along a new leading axis when there are several
+        microbatches. A given `rng` is folded with the microbatch's number and passed as
+        `loss_fn(params, batch, rng)`.
 
     Raises:
         TypeError: `loss_fn` returns anything but `WeightedSum`s, or a term that pulls has a total
-            that is no float; parameters are not floats; a state is given without `has_state`.
+            that is no float; parameters are not floats; a state is given without `has_state`; a
+            divisor is no number, or statistics return something else than numbers.
         ValueError: leaves of the batch differ in their number of rows, or the microbatches do not
-            divide it; `coefficients` do not name the terms; the axis is not mapped, or rows lie
+            divide it; `coefficients` do not name the terms; a divisor is for no term, no scalar,
+            negative or NaN; the shape of a statistic depends on the number of rows, or it was
+            summed over the ranks already; the axis is not mapped, or rows lie
             over another one too; a parameter is sharded over an axis that its spec does not name
             (found by its type in a checked `shard_map`, elsewhere where `loss_fn` gathers it), or a
             spec cannot be right; the state comes back in another shape, or not the same on every
@@ -169,6 +221,27 @@ def value_and_grad(
         >>> float(gradient)  # (3 * 1 + 1 * 9) / 6
         2.0
 
+        A divisor from outside, such as the length that all answers are divided by:
+
+        >>> batch = jnp.array([1.0, 3.0, 3.0, 3.0]), jnp.array([1, 1, 1, 0])
+        >>> step = value_and_grad(loss_fn, microbatches=2, divisors={"loss": 50.0})
+        >>> loss, gradient = step(2.0, batch)
+        >>> round(float(gradient), 4), int(loss.terms["loss"].weight), float(loss.divisors["loss"])
+        (0.14, 3, 50.0)
+
+        Classes weighed by how rare they are in the whole step:
+
+        >>> def class_sizes(w, batch):
+        ...     return jnp.zeros(2).at[batch[1]].add(1)
+        >>> def balanced_loss(w, batch, statistics):
+        ...     x, labels = batch
+        ...     return weighted_sum(w * x, 1 / statistics[labels])
+        >>> batch = jnp.array([1.0, 3.0, 3.0, 3.0]), jnp.array([0, 1, 1, 1])
+        >>> step = value_and_grad(balanced_loss, microbatches=2, statistics=class_sizes)
+        >>> loss, gradient = step(2.0, batch)
+        >>> float(gradient)  # (1 + 3) / 2
+        2.0
+
         A parameter of which each rank holds a part, gathered by hand:
 
         >>> from jax.sharding import PartitionSpec as P
@@ -187,6 +260,8 @@ def value_and_grad(
         axis_name,
         microbatches,
         coefficients,
+        divisors,
+        statistics,
         has_aux=has_aux,
         has_state=has_state,
         param_specs=param_specs,
@@ -220,6 +295,8 @@ class GradientOptions:
         axis_name: the mapped data axis; None for the global view.
         microbatches: how many microbatches the rows are split into.
         coefficients: one factor per term, or None for a loss of one term.
+        divisors: what terms are divided by that have a divisor, by name.
+        statistics: what is summed over the step before any loss is taken, or None.
         has_aux: whether `loss_fn` returns auxiliary output.
         has_state: whether it takes and returns a state.
         has_accepted: whether the weight of the batch's rows is summed too, as a training step asks.
@@ -233,6 +310,8 @@ class GradientOptions:
     axis_name: AxisName | None = None
     microbatches: int = 1
     coefficients: Mapping[str, Any] | None = None
+    divisors: Divisors | None = None
+    statistics: Statistics | None = None
     has_aux: bool = False
     has_state: bool = False
     has_accepted: bool = False
@@ -242,6 +321,9 @@ class GradientOptions:
     def __post_init__(self) -> None:
         checked = check_microbatches("value_and_grad: microbatches", self.microbatches)
         object.__setattr__(self, "microbatches", checked)
+        divisors = check_divisors(self.divisors, self.coefficients, caller="value_and_grad")
+        object.__setattr__(self, "divisors", divisors)
+        check_statistics(self.statistics, caller="value_and_grad")
 
     @property
     def factors(self) -> Mapping[str, Any]:
@@ -300,7 +382,9 @@ def take_gradient(
     params = own = shared
     specs, gathers = options.param_specs, options.gather_per
     if gathers == "microbatch":
-        options = replace(options, loss_fn=_gather_first(options.loss_fn, specs))
+        gather_first = partial(_gather_first, specs=specs)
+        statistics = options.statistics and gather_first(options.statistics)
+        options = replace(options, loss_fn=gather_first(options.loss_fn), statistics=statistics)
     elif gathers == "step":
         params = gather_whole(own, specs)
         shared = type_as_shared(params, specs)
@@ -310,6 +394,16 @@ def take_gradient(
         # inside the loop, at every microbatch.
         params = mesh.vary(params, axis_name)
     rows = Rows(batch, rng, row_keys, replicated)
+    if options.statistics is not None:
+        statistics = sum_statistics(
+            options.statistics,
+            params if gathers == "step" else shared,
+            rows,
+            state,
+            microbatches=options.microbatches,
+            axis_name=axis_name,
+        )
+        rows = rows._replace(statistics=statistics)
     layout = _find_layout(options, own, params, rows, state, shared=shared)
     take = pull_back if options.microbatches == 1 else _accumulate
     found = take(options, params, rows, state, shared=shared)
@@ -319,14 +413,14 @@ def take_gradient(
     gradients = layout.sum_gradients(gradients)
     good = found.divided_by.bad == 0
     totals = jax.tree.map(lambda total: jnp.where(good, total, jnp.zeros_like(total)), totals)
-    loss = _report(options, totals, found.divided_by)
+    loss = _report(options, totals, found.divided_by, rows.statistics)
     return StepGradient(loss, gradients, found.divided_by.accepted, found.state, found.aux)
 
 
-def _gather_first(loss_fn: LossFn, specs: ParamSpecs) -> LossFn:
-    @wraps(loss_fn)  # by its signature it is known what it takes
+def _gather_first(fn: Callable[..., Any], specs: ParamSpecs) -> Callable[..., Any]:
+    @wraps(fn)  # by its signature it is known what it takes
     def of_shards(params: PyTree, *args: Any, **given: Any) -> Any:
-        return loss_fn(gather_whole(params, specs), *args, **given)
+        return fn(gather_whole(params, specs), *args, **given)
 
     return of_shards
 
@@ -359,7 +453,10 @@ def _find_layout(
 
 
 def _report(
-    options: GradientOptions, totals: dict[str, Sum], divided_by: Denominators
+    options: GradientOptions,
+    totals: dict[str, Sum],
+    divided_by: Denominators,
+    statistics: PyTree,
 ) -> GlobalLoss:
     terms, value = {}, jnp.zeros(())
     for name, weight in divided_by.weights.items():
@@ -373,7 +470,8 @@ def _report(
             beyond = WeightedSum(*(jnp.zeros(()) if each is None else each for each in rests))
         terms[name] = WeightedSum(total, weight, beyond)
     value = jnp.where(divided_by.bad == 0, value, jnp.nan)
-    return GlobalLoss(value, terms, divided_by.bad)
+    divisors = {name: divided_by.terms[name] for name in options.divisors or ()}
+    return GlobalLoss(value, terms, divided_by.bad, divisors, statistics)
 
 
 class Sums(NamedTuple):
@@ -407,6 +505,9 @@ def call_loss(
     keys = rows.rng if rows.keys is None else rows.keys
     args = (rows.batch,) if keys is None else (rows.batch, keys)
     given = {} if rows.replicated is None else {"replicated": rows.replicated}
+    given |= {} if rows.statistics is None else {"statistics": rows.statistics}
+    others = [*(options.divisors or {}).values(), options.statistics]
+    given = find_for_loss(options.loss_fn, given, others)
     if options.has_state:
         named = ("state", *["aux"] * options.has_aux)
 
@@ -419,6 +520,7 @@ def call_loss(
         out = options.loss_fn(params, *args, **given)
         sums, *aux = unpack(out, "aux") if options.has_aux else (out,)
     terms = name_terms(sums, options.coefficients)
+    check_terms(sums, options.divisors or {})
     check_axes(terms, options.axis_name, params)
     pulls = {name for name in terms if has_gradient(options.factors[name])}
     check_totals({name: terms[name] for name in terms if name in pulls})
@@ -432,8 +534,18 @@ def call_loss(
     return pulled, Sums(metrics, weights, state, aux)
 
 
-def _divide_by(options: GradientOptions, weights: StepWeights) -> Denominators:
-    return to_denominators(sum_over_ranks(weights, options.axis_name), options.coefficients)
+def _divide_by(options: GradientOptions, weights: StepWeights, rows: Rows) -> Denominators:
+    over_ranks = sum_over_ranks(weights, options.axis_name)
+    if not options.divisors:
+        return to_denominators(over_ranks, options.coefficients)
+    # here, where the whole step's weights are known, outside the loop over microbatches
+    divisors_of = partial(
+        apply_divisors,
+        options.divisors,
+        replicated=rows.replicated,
+        axis_name=options.axis_name,
+    )
+    return to_denominators(over_ranks, options.coefficients, divisors_of)
 
 
 class Pulled(NamedTuple):
@@ -478,7 +590,7 @@ def pull_back(
     totals, pull, sums = jax.vjp(
         lambda params: call_loss(options, params, rows, state, shared=shared), params, has_aux=True
     )
-    whole = _divide_by(options, sums.weights) if divided_by is None else divided_by
+    whole = _divide_by(options, sums.weights, rows) if divided_by is None else divided_by
     cotangents = {
         name: _like(
             divide(jnp.asarray(options.factors[name], total.dtype), whole.terms[name]), total
@@ -505,7 +617,7 @@ def _accumulate(
         return sums.state, sums.weights
 
     _, weights = lax.scan(weigh, state, numbers)
-    whole = _divide_by(options, jax.tree.map(partial(jnp.sum, axis=0), weights))
+    whole = _divide_by(options, jax.tree.map(partial(jnp.sum, axis=0), weights), rows)
 
     def add(carry: tuple[PyTree, PyTree], k: Array) -> tuple[Any, Any]:
         gradients, state = carry

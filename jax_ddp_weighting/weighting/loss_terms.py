@@ -59,7 +59,7 @@ def check_arrays(terms: Mapping[str, WeightedSum], *, returned_by: str) -> None:
 
 
 def _check_numbers(each: WeightedSum, returned_by: str, called: str, *, real: bool = False) -> None:
-    if not (_is_number(each.total, real=real) and _is_number(each.weight, real=True)):
+    if not (is_number(each.total, real=real) and is_number(each.weight, real=True)):
         raise TypeError(
             f"{returned_by} must return sums of {'real ' * real}numbers, got total "
             f"{describe(each.total)} and weight {describe(each.weight)} for {called}. weighted_sum "
@@ -67,7 +67,8 @@ def _check_numbers(each: WeightedSum, returned_by: str, called: str, *, real: bo
         )
 
 
-def _is_number(value: Any, *, real: bool = False) -> bool:
+def is_number(value: Any, *, real: bool = False) -> bool:
+    """Whether it is a number, or an array of numbers of any shape; bools count as such."""
     if not hasattr(value, "dtype"):
         return isinstance(value, int | float | (int if real else complex))
     kinds = (jnp.bool_, jnp.integer, jnp.floating if real else jnp.inexact)

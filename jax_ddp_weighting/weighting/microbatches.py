@@ -17,12 +17,14 @@ class Rows(NamedTuple):
         rng: one key for all rows, or None.
         keys: a key per row, or None.
         replicated: what is no row, and so is never split; or None.
+        statistics: those of the whole step, or None where it takes none.
     """
 
     batch: PyTree
     rng: Array | None = None
     keys: Array | None = None
     replicated: PyTree = None
+    statistics: PyTree = None
 
 
 def take_microbatch(rows: Rows, k: Any, microbatches: int) -> Rows:
@@ -31,7 +33,7 @@ def take_microbatch(rows: Rows, k: Any, microbatches: int) -> Rows:
         return rows
     rng = None if rows.rng is None else jax.random.fold_in(rows.rng, k)
     split = [_take_rows(tree, k, microbatches) for tree in (rows.batch, rows.keys)]
-    return Rows(split[0], rng, split[1], rows.replicated)
+    return Rows(split[0], rng, split[1], rows.replicated, rows.statistics)
 
 
 def check_rows(batch: PyTree, *, caller: str) -> None:

@@ -62,6 +62,11 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
     With microbatches accumulated by hand, give the rank's own weight of the *whole step* with each
     microbatch's total: `rank_share(WeightedSum(total, weight_of_all_microbatches), axis_name)`.
 
+    A constant divisor `C` in place of the weight is given as each rank's share of it, with every
+    microbatch's total the same: `rank_share(WeightedSum(total, C / jax.lax.axis_size(axis_name)),
+    axis_name)`, since what is given as weight is summed over the ranks. (In `value_and_grad` it is
+    `divisors={"loss": C}`.)
+
     Args:
         local: this rank's sum.
         axis_name: the mapped data axis, or a tuple of all the axes over which rows lie. One that is
@@ -83,6 +88,15 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
         >>> gradient = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0), axis_name="data")
         >>> float(gradient(1.0, x, weights).mean())  # (1 + 3 + 5) / 3
         3.0
+
+        Over a constant, 50, whatever the weights are:
+
+        >>> def over_50(w, x, weights):
+        ...     total = weighted_sum(w * x, weights).total
+        ...     return rank_share(WeightedSum(total, 50.0 / jax.lax.axis_size("data")), "data")
+        >>> gradient = jax.vmap(jax.grad(over_50), in_axes=(None, 0, 0), axis_name="data")
+        >>> round(float(gradient(1.0, x, weights).mean()), 4)  # (1 + 3 + 5) / 50
+        0.18
     """
     if not isinstance(local, WeightedSum):
         raise TypeError(

@@ -6,6 +6,7 @@ labels, class weights, token weights, fractional weights.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,7 +33,12 @@ from jax_ddp_weighting.weighting.counts import (
 from jax_ddp_weighting.weighting.dtypes import widen
 
 
-@jax.tree_util.register_dataclass
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["total", "weight", "beyond"],
+    meta_fields=[],
+    drop_fields=["counted_once"],
+)
 @dataclass(frozen=True)
 class WeightedSum:
     """A numerator and a denominator that are kept apart until the one division.
@@ -73,6 +79,9 @@ class WeightedSum:
     total: Any
     weight: Any
     beyond: Any = field(default=None, repr=False)  # None almost everywhere
+    # A note of what `once` has made, in no pytree: lost in transformations, it decides nothing but
+    # whether a loss function's term is refused a divisor.
+    counted_once: bool = field(default=False, repr=False, compare=False, kw_only=True)
 
     def __add__(self, other: "WeightedSum") -> "WeightedSum":
         if not isinstance(other, WeightedSum):
@@ -141,7 +150,9 @@ class WeightedSum:
                 gives a sum of arrays.
 
         Returns:
-            A `WeightedSum` of integer weight 1 or 0, in the shape of `weight`.
+            A `WeightedSum` of integer weight 1 or 0, in the shape of `weight`. It takes
+            no divisor in `value_and_grad`, for its total is added up over ranks and microbatches:
+            what scales it is its coefficient.
 
         Raises:
             ValueError: `value` has another shape than that.
@@ -158,7 +169,8 @@ class WeightedSum:
                 "WeightedSum.once: value must be a scalar or have the shape of weight, got "
                 f"{np.shape(value)} and weight {present.shape}."
             )
-        return WeightedSum(jnp.where(present, value, 0.0), present.astype(jnp.int32))
+        value, weight = jnp.where(present, value, 0.0), present.astype(jnp.int32)
+        return WeightedSum(value, weight, counted_once=True)
 
 
 def weighted_sum(

@@ -32,6 +32,14 @@ def case_of_terms():
     return {"loss_fn": terms, "params": case()[1], "batch": batch,
             "coefficients": {"fit": 1.0, "size": 0.1}}
 
+def case_of_statistics():
+    def balanced(params, batch, *, statistics):
+        losses = (params["w"] - batch.data / statistics) ** 2
+        return jdw.weighted_sum(losses, batch.weights)
+    return dict(zip(("loss_fn", "params", "batch"), (balanced, *case()[1:]))) | {
+        "statistics": lambda params, batch: jnp.sum(batch.weights * batch.data),
+        "divisors": {"loss": lambda weight: jnp.maximum(weight, 7)}}
+
 def naive():
     return dict(zip(("loss_fn", "params", "batch"), case())) | {"gradient": mean_of_local_means}
 

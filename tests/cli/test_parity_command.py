@@ -18,7 +18,7 @@ def test_parity_proves_ours_and_fails_its_control(capsys):
     assert min(each["difference"] for each in said["control"] if each["leaf"] != "loss") > 0.01
 
 
-@pytest.mark.parametrize("case", ["case", "case_of_terms"])
+@pytest.mark.parametrize("case", ["case", "case_of_terms", "case_of_statistics"])
 def test_parity_takes_a_users_case(users, case, capsys):
     assert run("parity", f"users:{case}", "--split", "3,2", "--engine", "vmap", "-k", "2") == 0
     ours, control = re.search(r"3 \+ 2 +(\S+) +(\S+)", printed(capsys)).groups()

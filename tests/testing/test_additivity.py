@@ -130,6 +130,59 @@ def test_rows_of_weight_0_that_count_are_refused():
     assert {each.engine for each in caught.value.report.wrong} == {"rows of weight 0 added"}
 
 
+WEIGHTLESS = {  # each divides by something that is no sum over rows, and is right otherwise
+    "a constant": lambda fit, batch: WeightedSum(fit.total, 50.0),
+    "a constant 1": lambda fit, batch: WeightedSum(fit.total, 1),
+    "clamped": lambda fit, batch: WeightedSum(fit.total, jnp.maximum(fit.weight, 1)),
+    "clamped positives": lambda fit, batch: WeightedSum(
+        fit.total, jnp.maximum(jnp.sum((batch.weights > 0) & (batch.data[1][:, 0] > 0)), 1)
+    ),
+    "one positive, clamped": lambda fit, batch: WeightedSum(
+        fit.total, jnp.maximum(jnp.sum(batch.weights == 3), 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTLESS)
+def test_a_weight_that_does_not_add_is_named_and_belongs_into_a_divisor(name):
+    def loss_fn(params, batch):
+        fit = plain(params, batch)
+        return {"fit": fit, "box": WEIGHTLESS[name](fit, batch)}
+
+    message = r"Term 'box' has a weight that does not add: give it as a divisor, .*\{'box': 50"
+    with pytest.raises(ParityError, match=message) as caught:
+        check_additive(loss_fn, PARAMS, BATCH, [(3, 3), (2, 4)])
+    assert {each.leaf for each in caught.value.report.wrong} == {"box.weight"}
+    assert "No weighting can mend" not in str(caught.value)
+
+
+def test_a_weight_that_does_not_add_beside_a_total_that_does_not_is_told_apart():
+    def loss_fn(params, batch):
+        return {
+            "box": WEIGHTLESS["a constant"](plain(params, batch), batch),
+            "dice": dice(params, batch),
+        }
+
+    with pytest.raises(ParityError, match=r"Term 'box' has a weight .* No weighting can mend"):
+        check_additive(loss_fn, PARAMS, BATCH)
+
+
+def test_a_loss_of_statistics_adds_up_if_they_do():
+    def loss_fn(params, batch, *, statistics):
+        return weighted_sum(squares(params, batch) / statistics, batch.weights)
+
+    def rows(params, batch):
+        return jnp.sum(batch.weights * squares(params, batch))
+
+    def largest(params, batch):
+        return jnp.max(batch.weights * squares(params, batch))
+
+    report = check_additive(loss_fn, PARAMS, BATCH, statistics=rows)
+    assert "statistics" in {each.leaf for each in report.differences}
+    with pytest.raises(ParityError, match=r"worst statistics \(\), .* No weighting can mend"):
+        check_additive(loss_fn, PARAMS, BATCH, statistics=largest)
+
+
 def test_a_gradient_that_does_not_add_is_found_though_values_do():
     def stopped(params, batch):
         scale = jnp.mean(outputs(params, batch))

@@ -138,6 +138,33 @@ def test_two_terms_of_other_weights_cost_no_further_reduction(microbatches):
     assert scalars <= 2
 
 
+def hidden_sums(params, batch):
+    """Of the first layer alone, a sum over rows for each of sixteen experts, and their number."""
+    hidden = jnp.tanh(batch.data[0] @ params["w1"])
+    return {"experts": jnp.sum(hidden[:, :16], axis=0), "all": jnp.sum(hidden)}
+
+
+def balanced(params, batch, statistics=None):
+    scale = 1.0 if statistics is None else jnp.sum(statistics["experts"]) / statistics["all"]
+    return weighted_sum(losses(params, batch) * scale, batch.weights)
+
+
+def with_statistics(axis_name, microbatches):
+    options = {"statistics": hidden_sums, "divisors": {"loss": lambda w: jnp.maximum(w, 1)}}
+    return value_and_grad(balanced, axis_name=axis_name, microbatches=microbatches, **options)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_statistics_cost_one_forward_pass_of_theirs_and_one_reduction(microbatches):
+    found = compiled(with_statistics, "shard_map", microbatches)
+    in_loops, gradients, scalars = counted(found)
+    assert (in_loops, gradients) == (0, 1)
+    assert scalars <= 3  # statistics, weights, totals
+    without = compiled(ours, "shard_map", microbatches).cost_analysis()["flops"]
+    own = 2 * ROWS * np.prod(SHAPES["w1"]) / microbatches  # of a loop one turn is counted
+    assert found.cost_analysis()["flops"] <= without + 1.05 * own
+
+
 def test_the_count_of_all_reduces_can_fail():
     # parameters that do not vary: JAX sums their gradient inside the loop, at every microbatch
     in_loops, gradients, _ = counted(compiled(naive, "shard_map", 4, vary=False))
