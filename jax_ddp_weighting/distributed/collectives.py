@@ -154,13 +154,15 @@ class _Walk(NamedTuple):
             branches = [walk.through(each, given[1:]) for each in inner]
             return [given[0].union(*results) for results in zip(*branches, strict=True)]
         if eqn.primitive.name == "scan":
-            consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+            consts, carried = _count_inputs(eqn.params, len(given))
             while True:  # what is carried takes on what is added to it, in some rounds at most
                 results = walk.through(inner[0], given)
                 before = given[consts : consts + carried]
                 grown = [a | b for a, b in zip(before, results[:carried], strict=True)]
-                if grown == before:
+                if grown == before and len(results) == len(eqn.outvars):
                     return results
+                if grown == before:  # some are handed on outside the jaxpr
+                    return [everything.union(*results)] * len(eqn.outvars)
                 given = [*given[:consts], *grown, *given[consts + carried :]]
         one = inner[0]
         if len(inner) == 1 and (len(one.invars), len(one.outvars)) == (
@@ -180,6 +182,15 @@ def _jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
                 yield each.jaxpr
             elif isinstance(each, core.Jaxpr):
                 yield each
+
+
+def _count_inputs(scan: dict[str, Any], count: int) -> tuple[int, int]:
+    """How many inputs of a scan are the same in every round, and how many are carried."""
+    if "num_carry" in scan:
+        return scan["num_consts"], scan["num_carry"]
+    # from jax 0.12 on
+    consts, carried, _ = map(list, scan["ft_in"].update(list(range(count))).unpack())
+    return len(consts), len(carried)
 
 
 def _axes_of(eqn: Any) -> frozenset[str]:
