@@ -108,8 +108,8 @@ def make_nnx_train_step(
         loss_fn: `loss_fn(model, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
             that `coefficients` combines; `loss_fn(model, batch, rng)` where the step is given an
             rng. It may update the model's variables, and add or remove none.
-        mesh: a mesh with the data axis. Parameters may be sharded over any of its axes (under
-            `"pmap"` over none): each stays where it lies, and so does the optimizer's state.
+        mesh: a mesh with the data axis. Parameters may be sharded over any of its axes: each
+            stays where it lies, and so does the optimizer's state.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
         coefficients: one factor per term; 0 for one that is only to be reported.

@@ -249,6 +249,37 @@ def test_every_layout_has_one_devices_gradient(name, regime, microbatches):
         shards.assert_the_same(found, layout.right())
 
 
+@pytest.mark.parametrize("regime", ["shard_map", "shard_map_unchecked"])
+def test_a_constant_divisor_counts_the_ranks_of_one_total_once(regime):
+    with jax.enable_x64(True):
+        value, gradients = TENSOR.found(regime, divisors={"loss": 50.0})
+        scale = np.sum(WEIGHTS) / 50
+        right = jax.tree.map(lambda leaf: leaf * scale, TENSOR.right())
+        shards.assert_the_same((value, gradients), right)
+
+
+@pytest.mark.parametrize("regime", ["shard_map", "shard_map_unchecked"])
+def test_a_regulariser_of_shards_is_the_psum_of_theirs(regime):
+    def local(params, rows, add=lambda norm: lax.psum(norm, "model")):
+        sums = TENSOR.local(params, rows)
+        norm = add(sum(jnp.sum(params[name] ** 2) for name in ("w1", "b1", "w2")))
+        return {"fit": sums, "norm": sums.once(norm + jnp.sum(params["b2"] ** 2))}
+
+    def on_one_device(params, rows):
+        norm = sum(jnp.sum(leaf**2) for leaf in params.values())
+        found = wide(params, rows)
+        return found.total + 0.5 * norm * found.weight, found.weight
+
+    rest = (TENSOR.params, TENSOR.specs, TENSOR.rows, TENSOR.row_specs, "data")
+    options = {"coefficients": {"fit": 1.0, "norm": 0.5}}
+    with jax.enable_x64(True):
+        right = shards.on_one_device(on_one_device, WIDE, ROWS)
+        shards.assert_the_same(Layout(wide, local, *rest).found(regime, **options), right)
+        alone = Layout(wide, lambda p, r: local(p, r, lambda norm: norm), *rest)
+        with pytest.raises(ValueError, match=r"axis_name must name every mapped axis .*'model'"):
+            alone.found(regime, **options)
+
+
 CONTROLS = {  # a layout, and what is done to its gradients that must not be
     "tensor": lambda g: {**g, "w1": lax.psum(g["w1"], "model")},
     "sequence": lambda g: lax.psum(g, "model"),
