@@ -219,24 +219,52 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "weighting/param_specs.py",
+        (CORNERS, "weighting/test_param_specs.py", "weighting/test_parallelisms.py"),
+        (
+            "gradients averaged over the ranks",
+            "summed = lax.psum(summed, axes)",
+            "summed = lax.pmean(summed, axes)",
+            "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
+        ),
+        (
+            "gradients of shards summed once more",
+            "return Layout(tuple(tuple(a for a in named if a not in each) for each in own), 1)",
+            "return Layout(tuple(named for each in own), 1)",
+            "weighting/test_param_specs.py::test_each_shard_gets_its_own_gradient[shard_map-1]",
+        ),
+        (
+            "copies of the same rows counted where types do not tell",
+            "leaf if self.copies == 1 else leaf / self.copies",
+            "leaf",
+            "weighting/test_parallelisms.py::test_every_layout_has_one_devices_gradient[tensor-shard_map_unchecked-1]",
+        ),
+        (
+            "a total that differs over an axis without rows taken",
+            "    if wrong:",
+            "    if False:",
+            "weighting/test_parallelisms.py::test_tokens_over_an_axis_that_is_not_named_are_refused_without_types_too[pipeline-vmap]",
+        ),
+        (
+            "a parameter gathered without a spec taken",
+            "if each.others or not each.name.startswith(_MOVES):",
+            "if True:",
+            "weighting/test_param_specs.py::test_a_shard_without_its_spec_is_refused_in_every_regime[None-vmap]",
+        ),
+    ),
+    *of(
         "weighting/gradient.py",
         (CORNERS, PIECES),
         (
             "vary left out of value_and_grad's parameters",
-            "        params = mesh.vary(shared, axis_name)",
-            "        params = shared",
+            "        params = mesh.vary(params, axis_name)",
+            "        pass",
             "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
         ),
         (
             "vary left out of what a loss function returns",
             "varied = mesh.vary((pulled, metrics, weights), options.axis_name)",
             "varied = pulled, metrics, weights",
-            "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
-        ),
-        (
-            "gradients averaged over the ranks",
-            "gradients = lax.psum(gradients, axis_name)",
-            "gradients = lax.pmean(gradients, axis_name)",
             "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
         ),
         (

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -91,6 +92,7 @@ def make_nnx_train_step(
     statistics: Statistics | None = None,
     skip_empty: bool = True,
     rng_per: str = "rank",
+    gather_per: str = "step",
     grad_norm: bool = False,
     donate: bool = True,
     axis_name: AxisName = "data",
@@ -106,8 +108,8 @@ def make_nnx_train_step(
         loss_fn: `loss_fn(model, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
             that `coefficients` combines; `loss_fn(model, batch, rng)` where the step is given an
             rng. It may update the model's variables, and add or remove none.
-        mesh: a mesh with the data axis. Parameters may be sharded over other axes (and under
-            `"jit"` over this one): each stays where it lies.
+        mesh: a mesh with the data axis. Parameters may be sharded over any of its axes: each
+            stays where it lies, and so does the optimizer's state.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
         coefficients: one factor per term; 0 for one that is only to be reported.
@@ -119,6 +121,9 @@ def make_nnx_train_step(
             global view of `jit` has one for all rows. `"example"` gives `loss_fn` an array of keys
             `[rows]`, each made of the rng and the row's id alone, and refuses a model that draws
             from streams of its own.
+        gather_per: of parameters that are sharded over the data axis, under `"shard_map"`: `"step"`
+            gathers each once per step and scatters its gradient once, `"microbatch"` does so once
+            per microbatch, and accumulates shards alone. (XLA decides it under `"jit"`.)
         grad_norm: whether `report.grad_norm` is the norm of the global gradient.
         donate: whether the step may write into the arrays of the model and the optimizer. With
             False whoever else holds them may go on reading, at the price of a second set in memory.
@@ -161,20 +166,27 @@ def make_nnx_train_step(
         coefficients=coefficients,
         rng_per=rng_per,
         axis_name=axis_name,
+        gather_per=gather_per,
         divisors=divisors,
         skip_empty=skip_empty,
         statistics=statistics,
     )
 
     def step(
-        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
+        placement: Any,
+        carried: Any,
+        batch: Batch,
+        rng: Array | None,
+        extra: dict[str, Any],
+        replicated: PyTree,
     ) -> tuple[Any, StepReport]:
         model_def, params, keys, rest, optimizer = carried
-        gradient = global_step(
+        gradient_of = global_step(
             _of_model(loss_fn, model_def, optimizer.wrt, options),
             options,
             _statistics_of_model(model_def, optimizer.wrt, options),
         )
+        gradient = partial(gradient_of, placement[1])
         old = {"streams": keys, "variables": rest}
         report, gradients, state = gradient(params, old, batch, rng, replicated)
 

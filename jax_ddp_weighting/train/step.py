@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jax_ddp_weighting._arguments import check_at_least
@@ -29,6 +30,7 @@ from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics
 
 STEP_ENGINES = ("shard_map", "jit", "pmap")
 RNG_PER = ("rank", "example")
+GATHER_PER = ("step", "microbatch")
 
 
 @jax.tree_util.register_dataclass
@@ -82,6 +84,7 @@ class StepOptions:
         divisors: what terms are divided by that have a divisor, or None.
         skip_empty: whether a step in which nothing has weight is skipped.
         statistics: what is summed over the step before any loss is taken, or None.
+        gather_per: one of `GATHER_PER`.
     """
 
     caller: str
@@ -94,9 +97,11 @@ class StepOptions:
     divisors: Divisors | None = None
     skip_empty: bool = True
     statistics: Statistics | None = None
+    gather_per: str = "step"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("engine", STEP_ENGINES), ("rng_per", RNG_PER)):
+        choices = {"engine": STEP_ENGINES, "rng_per": RNG_PER, "gather_per": GATHER_PER}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{self.caller}: {name} must be one of {', '.join(allowed)}, got "
@@ -142,6 +147,19 @@ class StepOptions:
         """The axis that a loss function sees; none in the global view of `jit`."""
         return None if self.engine == "jit" else self.axis_name
 
+    def specs_of(self, params: PyTree, placement: PyTree) -> PyTree:
+        """How parameters lie over the data axis, where a step takes them in shards; else None."""
+        if self.engine != "shard_map":
+            return None
+        leaves = jax.tree.leaves(params)
+        # None for what is traced in somebody's own jit, and so lies nowhere yet
+        shardings = jax.tree.leaves(placement, is_leaf=lambda node: node is None)
+        pairs = zip(leaves, shardings, strict=True)
+        specs = [meshes.spec_over(sharding, self.axis_name, leaf.ndim) for leaf, sharding in pairs]
+        if all(spec == PartitionSpec() for spec in specs):
+            return None
+        return jax.tree.structure(params).unflatten(specs)
+
 
 def global_step(
     loss_fn: Callable[..., Any], options: StepOptions, statistics: Statistics | None
@@ -154,9 +172,10 @@ def global_step(
         statistics: `statistics(params, batch, state=state)`, the options' own, or None.
 
     Returns:
-        A function `(params, state, batch, rng, replicated) -> (StepReport, gradients, state)` to be
-        compiled; in a step without weight the gradients are 0 and the state is the one that came
-        in. Where weights are bad it is so too, but for the gradients, which are not to be used.
+        A function `(placement, params, state, batch, rng, replicated) -> (StepReport, gradients,
+        state)` to be compiled, of which the placement is the shardings of the parameters. In a step
+        without weight the gradients are 0 and the state is the one that came in. Where weights are
+        bad it is so too, but for the gradients, which are not to be used.
     """
     gradient = GradientOptions(
         loss_fn,
@@ -169,31 +188,47 @@ def global_step(
         has_accepted=True,
     )
 
-    def rank_gradient(everywhere: tuple[PyTree, PyTree, Any, PyTree], batch: Batch) -> Any:
+    def rank_gradient(
+        specs: PyTree, everywhere: tuple[PyTree, PyTree, Any, PyTree], batch: Batch
+    ) -> Any:
         params, state, rng, replicated = everywhere
+        options_here = gradient
+        if specs is not None:
+            options_here = replace(gradient, param_specs=specs, gather_per=options.gather_per)
         keys = None
         if rng is not None and options.rng_per == "example":
             keys, rng = _example_keys(rng, batch.ids), None
         elif rng is not None and options.mapped_axis is not None:
             rng = jax.random.fold_in(rng, jax.lax.axis_index(options.mapped_axis))
         return take_gradient(
-            gradient, params, batch, rng=rng, row_keys=keys, state=state, replicated=replicated
+            options_here, params, batch, rng=rng, row_keys=keys, state=state, replicated=replicated
         )
 
-    def over_ranks(engine: str) -> Callable[..., Any]:
+    def over_ranks(engine: str, specs: PyTree) -> Callable[..., Any]:
+        p: Any = PartitionSpec()
         return meshes.over_ranks(
-            rank_gradient, options.mesh, axis_name=options.axis_name, engine=engine
+            partial(rank_gradient, specs),
+            options.mesh,
+            axis_name=options.axis_name,
+            engine=engine,
+            in_specs=None if specs is None else (specs, p, p, p),
+            out_specs=None if specs is None else StepGradient(p, specs, p, p, []),
         )
 
     def step(
-        params: PyTree, state: PyTree, batch: Batch, rng: Array | None, replicated: PyTree
+        placement: PyTree,
+        params: PyTree,
+        state: PyTree,
+        batch: Batch,
+        rng: Array | None,
+        replicated: PyTree,
     ) -> tuple[StepReport, PyTree, PyTree]:
         inputs = ((params, state, rng, replicated), batch)
         if options.engine == "pmap" and jax.tree.leaves(state):
             # pmap would return one rank's state for all of them; the types of a checked shard_map
             # tell whether it is the same on every rank.
-            jax.eval_shape(over_ranks("shard_map"), *inputs)
-        found = over_ranks(options.engine)(*inputs)
+            jax.eval_shape(over_ranks("shard_map", None), *inputs)
+        found = over_ranks(options.engine, options.specs_of(params, placement))(*inputs)
         skipped = _is_empty(found, gradient) if options.skip_empty else found.loss.bad_weights != 0
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, found.state)
         report = StepReport(found.loss, found.accepted, skipped, ~skipped)

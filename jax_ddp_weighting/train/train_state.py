@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
@@ -10,6 +11,7 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.train.boxes import box_as, free_boxes
 from jax_ddp_weighting.train.compilation import CompiledStep
 from jax_ddp_weighting.train.optimizer import (
     check_optimizer,
@@ -73,6 +75,7 @@ def make_train_step(
     skip_empty: bool = True,
     mutable: str | Sequence[str] = (),
     rng_per: str = "rank",
+    gather_per: str = "step",
     grad_norm: bool = False,
     donate: bool = True,
     axis_name: AxisName = "data",
@@ -92,8 +95,8 @@ def make_train_step(
         loss_fn: `loss_fn(params, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
             that `coefficients` combines; `loss_fn(params, batch, rng)` where the step is given an
             rng.
-        mesh: a mesh with the data axis. Parameters may be sharded over other axes (and under
-            `"jit"` over this one): each stays where it lies.
+        mesh: a mesh with the data axis. Parameters may be sharded over any of its axes: each
+            stays where it lies, and so does the optimizer's state.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
         coefficients: one factor per term.
@@ -118,6 +121,9 @@ def make_train_step(
             has one rng for all rows. `"example"` gives `loss_fn` an array of keys `[rows]`, each
             made of the rng and the row's id alone, so that dropout is the same for every number of
             ranks, rows and microbatches.
+        gather_per: of parameters that are sharded over the data axis, under `"shard_map"`: `"step"`
+            gathers each once per step and scatters its gradient once, `"microbatch"` does so once
+            per microbatch, and accumulates shards alone. (XLA decides it under `"jit"`.)
         grad_norm: whether `report.grad_norm` is the norm of the global gradient.
         donate: whether the step may write into the state that it is given. With False that state
             stays good, at the price of a second one in memory.
@@ -211,21 +217,28 @@ def make_train_step(
         coefficients=coefficients,
         rng_per=rng_per,
         axis_name=axis_name,
+        gather_per=gather_per,
         divisors=divisors,
         skip_empty=skip_empty,
         statistics=statistics,
     )
     names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
-    gradient = global_step(
+    gradient_of = global_step(
         _with_collections(loss_fn, options, names),
         options,
         _statistics_of_variables(options, names),
     )
 
     def step(
-        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
+        placement: Any,
+        state: Any,
+        batch: Batch,
+        rng: Array | None,
+        extra: dict[str, Any],
+        replicated: PyTree,
     ) -> tuple[Any, StepReport]:
         old = {name: getattr(state, name) for name in names}
+        gradient = partial(gradient_of, placement.params)
         report, gradients, collections = gradient(state.params, old, batch, rng, replicated)
 
         def evaluate(params: PyTree) -> tuple[Array, PyTree]:
@@ -264,9 +277,10 @@ def _with_collections(loss_fn: LossFn, options: StepOptions, names: tuple[str, .
         arguments = f"{first}, batch, rng" if rng else f"{first}, batch"
         given = options.find_for_loss(loss_fn, given)
         check_takes("make_train_step", loss_fn, arguments, 2 + len(rng), given)
+        free = free_boxes({"params": params, **state}, options.mapped_axis)
         if not names:
-            return loss_fn(params, batch, *rng, **given), state
-        out = loss_fn({"params": params, **state}, batch, *rng, **given)
+            return loss_fn(free["params"], batch, *rng, **given), state
+        out = loss_fn(free, batch, *rng, **given)
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)):
             raise TypeError(
                 "make_train_step: loss_fn must return (sums, updates) where mutable is given, got "
@@ -279,7 +293,7 @@ def _with_collections(loss_fn: LossFn, options: StepOptions, names: tuple[str, .
                 f"make_train_step: loss_fn must return updates of {sorted(names)}, got "
                 f"{sorted(updates)}. Name in mutable what model.apply(..., mutable=...) names."
             )
-        return sums, {name: updates[name] for name in names}
+        return sums, {name: box_as(updates[name], state[name]) for name in names}
 
     return with_collections
 
@@ -293,7 +307,8 @@ def _statistics_of_variables(options: StepOptions, names: tuple[str, ...]) -> St
     def of_variables(
         params: PyTree, batch: Batch, *, state: PyTree, rng: Any = None, replicated: PyTree = None
     ) -> PyTree:
-        first = {"params": params, **state} if names else params
+        free = free_boxes({"params": params, **state}, options.mapped_axis)
+        first = free if names else free["params"]
         words = "variables, batch" if names else "params, batch"
         offered = {"rng": rng, "replicated": replicated}
         return call_statistics(statistics, first, batch, offered, names=words)
