@@ -22,6 +22,7 @@ from jax_ddp_weighting.train.optimizer import (
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
+    Varying,
     check_call,
     check_takes,
     global_step,
@@ -176,12 +177,13 @@ def make_nnx_train_step(
             _statistics_of_model(model_def, optimizer.wrt, options),
         )
         old = {"streams": keys, "variables": rest}
-        report, gradients, state = gradient(params, old, batch, rng, replicated)
+        given = old, batch, rng, replicated, Varying(options.call_schedules(optimizer.step[...]))
+        report, gradients, state = gradient(params, *given)
 
         def evaluate(arrays: PyTree) -> tuple[Array, PyTree]:
             # an optimizer sees arrays where a model has variables
             elsewhere = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(arrays))
-            found, gradients, _ = gradient(elsewhere, old, batch, rng, replicated)
+            found, gradients, _ = gradient(elsewhere, *given)
             return found.loss.value, nnx.as_pure(gradients)
 
         def apply(bound: Any, trained: Any) -> Any:
@@ -195,9 +197,9 @@ def make_nnx_train_step(
 
         tx, opt_state, pure = optimizer.tx, optimizer.opt_state, nnx.as_pure(gradients)
         offered = make_arguments(tx, opt_state, report, pure, evaluate, options)
-        given = nnx.as_pure(extra)
+        for_tx = nnx.as_pure(extra)
         (params, optimizer), stepped = run_optimizer(
-            tx, opt_state, offered, given, report.skipped, apply, (params, optimizer)
+            tx, opt_state, offered, for_tx, report.skipped, apply, (params, optimizer)
         )
         norm = take_norm(gradients) if grad_norm else None
         carried = (model_def, params, keys, state["variables"], optimizer)

@@ -2,8 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax_ddp_weighting.weighting.gradient import (
     StepGradient,
     take_gradient,
 )
-from jax_ddp_weighting.weighting.loss_terms import has_gradient
+from jax_ddp_weighting.weighting.loss_terms import describe, has_gradient, is_number
 from jax_ddp_weighting.weighting.microbatches import check_rows
 from jax_ddp_weighting.weighting.named_arguments import find_for_loss
 from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics
@@ -48,6 +48,9 @@ class StepReport:
             `weighted_multi_steps` where a window of any weight closed, be it on a skipped batch.
         grad_norm: the norm of the global gradient before the optimizer, float32 at least, if the
             step was made with `grad_norm=True`; else None.
+        finite: whether the global gradient was finite, where the state holds a `DynamicScale`; else
+            None. If not, nothing was applied, and the scale is smaller. True in a skipped step,
+            which has no gradient.
     """
 
     loss: GlobalLoss
@@ -55,6 +58,7 @@ class StepReport:
     skipped: Bool[Array, ""]
     stepped: Bool[Array, ""]
     grad_norm: Float[Array, ""] | None = None
+    finite: Bool[Array, ""] | None = None
 
     @property
     def bad_weights(self) -> Array:
@@ -137,10 +141,47 @@ class StepOptions:
         others = [*(self.divisors or {}).values(), self.statistics]
         return find_for_loss(loss_fn, given, others)
 
+    def call_schedules(self, count: Any) -> dict[str, Array]:
+        """The coefficients that are functions of the step, at this one: float scalars by term.
+
+        Raises:
+            TypeError: one returns no real number.
+            ValueError: one returns no scalar.
+        """
+        schedules = {n: each for n, each in (self.coefficients or {}).items() if callable(each)}
+        return {name: self._call_schedule(name, each, count) for name, each in schedules.items()}
+
+    def _call_schedule(self, name: str, schedule: Callable[[Any], Any], count: Any) -> Array:
+        factor = schedule(count)
+        if not is_number(factor, real=True):
+            raise TypeError(
+                f"{self.caller}: coefficients[{name!r}] must return a real number for a step, got "
+                f"{describe(factor)}. A schedule of optax's does."
+            )
+        if jnp.shape(factor) != ():
+            raise ValueError(
+                f"{self.caller}: coefficients[{name!r}] must return one number for the whole term, "
+                f"got shape {jnp.shape(factor)}. How much rows or classes count is a weight."
+            )
+        floating = jnp.issubdtype(jnp.result_type(factor), jnp.floating)
+        return jnp.asarray(factor, jnp.result_type(factor) if floating else jnp.result_type(float))
+
     @property
     def mapped_axis(self) -> AxisName | None:
         """The axis that a loss function sees; none in the global view of `jit`."""
         return None if self.engine == "jit" else self.axis_name
+
+
+class Varying(NamedTuple):
+    """What of a step's options changes from step to step, and so is given to the program.
+
+    Attributes:
+        coefficients: those that are functions of the step, at this one, by term.
+        scale: what losses are scaled by, or None.
+    """
+
+    coefficients: dict[str, Array]
+    scale: Any = None
 
 
 def global_step(
@@ -154,11 +195,12 @@ def global_step(
         statistics: `statistics(params, batch, state=state)`, the options' own, or None.
 
     Returns:
-        A function `(params, state, batch, rng, replicated) -> (StepReport, gradients, state)` to be
-        compiled; in a step without weight the gradients are 0 and the state is the one that came
-        in. Where weights are bad it is so too, but for the gradients, which are not to be used.
+        A function `(params, state, batch, rng, replicated, varying) -> (StepReport, gradients,
+        state)` to be compiled; in a step without weight the gradients are 0 and the state is the
+        one that came in. Where weights are bad it is so too, but for the gradients, which are not
+        to be used. `varying` is what changes from step to step beside them.
     """
-    gradient = GradientOptions(
+    fixed = GradientOptions(
         loss_fn,
         options.mapped_axis,
         options.microbatches,
@@ -169,8 +211,16 @@ def global_step(
         has_accepted=True,
     )
 
-    def rank_gradient(everywhere: tuple[PyTree, PyTree, Any, PyTree], batch: Batch) -> Any:
-        params, state, rng, replicated = everywhere
+    def rank_gradient(
+        everywhere: tuple[PyTree, PyTree, Any, PyTree, Varying], batch: Batch
+    ) -> Any:
+        params, state, rng, replicated, varying = everywhere
+        gradient = fixed
+        if varying.coefficients:
+            coefficients = {**(fixed.coefficients or {}), **varying.coefficients}
+            gradient = replace(gradient, coefficients=coefficients)
+        if varying.scale is not None:
+            gradient = replace(gradient, scale=varying.scale)
         keys = None
         if rng is not None and options.rng_per == "example":
             keys, rng = _example_keys(rng, batch.ids), None
@@ -186,15 +236,20 @@ def global_step(
         )
 
     def step(
-        params: PyTree, state: PyTree, batch: Batch, rng: Array | None, replicated: PyTree
+        params: PyTree,
+        state: PyTree,
+        batch: Batch,
+        rng: Array | None,
+        replicated: PyTree,
+        varying: Varying,
     ) -> tuple[StepReport, PyTree, PyTree]:
-        inputs = ((params, state, rng, replicated), batch)
+        inputs = ((params, state, rng, replicated, varying), batch)
         if options.engine == "pmap" and jax.tree.leaves(state):
             # pmap would return one rank's state for all of them; the types of a checked shard_map
             # tell whether it is the same on every rank.
             jax.eval_shape(over_ranks("shard_map"), *inputs)
         found = over_ranks(options.engine)(*inputs)
-        skipped = _is_empty(found, gradient) if options.skip_empty else found.loss.bad_weights != 0
+        skipped = _is_empty(found, fixed) if options.skip_empty else found.loss.bad_weights != 0
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, found.state)
         report = StepReport(found.loss, found.accepted, skipped, ~skipped)
         return report, found.gradients, state

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.stages import Lowered
 from jaxtyping import Array, PyTree
@@ -11,6 +14,12 @@ from jaxtyping import Array, PyTree
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.train.compilation import CompiledStep
+from jax_ddp_weighting.train.loss_scale import (
+    are_finite,
+    check_optimizer_types,
+    find_scale,
+    update_scale,
+)
 from jax_ddp_weighting.train.optimizer import (
     check_optimizer,
     make_arguments,
@@ -20,6 +29,7 @@ from jax_ddp_weighting.train.optimizer import (
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
+    Varying,
     check_call,
     check_takes,
     global_step,
@@ -226,30 +236,48 @@ def make_train_step(
         state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
     ) -> tuple[Any, StepReport]:
         old = {name: getattr(state, name) for name in names}
-        report, gradients, collections = gradient(state.params, old, batch, rng, replicated)
+        scale = find_scale(state)
+        varying = Varying(options.call_schedules(state.step), scale and scale[1].scale)
+        given = old, batch, rng, replicated, varying
+        report, gradients, collections = gradient(state.params, *given)
 
         def evaluate(params: PyTree) -> tuple[Array, PyTree]:
-            elsewhere, gradients, _ = gradient(params, old, batch, rng, replicated)
+            elsewhere, gradients, _ = gradient(params, *given)
             return elsewhere.loss.value, gradients
 
         def apply(optimizer: Any, state: Any) -> Any:
             # TrainState knows no extra arguments, so they are bound to its optimizer for one call.
             bound = state.replace(tx=optimizer)
             bound = bound.apply_gradients(grads=gradients, **collections)
+            if scale is not None:
+                check_optimizer_types(state.opt_state, bound.opt_state)
             return bound.replace(tx=state.tx)
 
         offered = make_arguments(state.tx, state.opt_state, report, gradients, evaluate, options)
+        skipped, held, changed = report.skipped, None, {}
+        if scale is not None:
+            name, dynamic_scale = scale
+            finite = skipped | are_finite(gradients)
+            report = replace(report, finite=finite)
+            changed[name] = update_scale(dynamic_scale, finite, skipped)
+            # In a window such a batch has no place, as one that optax's skip_not_finite leaves out;
+            # but a window that is to be closed with it is closed with what it holds.
+            skipped, held = skipped | ~finite, ~finite & ~jnp.asarray(extra.get("flush", False))
+            if "weight" in offered:
+                offered["weight"] = jnp.where(finite, offered["weight"], 0)
+            collections = jax.tree.map(partial(jnp.where, finite), collections, old)
         state, stepped = run_optimizer(
-            state.tx, state.opt_state, offered, extra, report.skipped, apply, state
+            state.tx, state.opt_state, offered, extra, skipped, apply, state, held
         )
         norm = take_norm(gradients) if grad_norm else None
-        return state, replace(report, stepped=stepped, grad_norm=norm)
+        return state.replace(**changed), replace(report, stepped=stepped, grad_norm=norm)
 
     def check(
         state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
     ) -> None:
         del replicated  # anything that a loss function may be given
         _check_state(state, names)
+        find_scale(state)
         check_call(batch, rng, options)
         check_optimizer(state.tx, state.opt_state, extra)
 
