@@ -95,8 +95,16 @@ def make_train_step(
     one. Who wants it all the same says `skip_empty=False`.)
 
     What is to be reported beside the loss, such as an accuracy, is a term of coefficient 0: it is
-    counted over all ranks and microbatches like the loss, and pulls on nothing. Loss scaling and
-    leaving out steps of infinite gradients are optax's (`optax.apply_if_finite`).
+    counted over all ranks and microbatches like the loss, and pulls on nothing.
+
+    Losses are scaled for float16 where a field of the state, of any name, holds flax's
+    `DynamicScale`: what is pulled back is multiplied by its scale, and the gradient divided by it
+    in float32, before the norm, the optimizer or a window sees it. Losses are reported unscaled.
+    The scale moves once per step by flax's own rule, by whether the gradient of all ranks is
+    finite. A step in which it is not changes nothing else, the state's count included
+    (`report.finite` and `report.stepped` are False, and a window goes on without that batch); a
+    skipped step leaves the scale as it is. (Without a scale, `optax.apply_if_finite` leaves out
+    infinite gradients.)
 
     Args:
         loss_fn: `loss_fn(params, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
@@ -106,7 +114,9 @@ def make_train_step(
             `"jit"` over this one): each stays where it lies.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
-        coefficients: one factor per term.
+        coefficients: one factor per term: a number, or a function of `state.step`, the number of
+            steps taken, such as a schedule of optax's. The term of a function pulls always, even in
+            a step where it is 0. (With `weighted_multi_steps` the count is that of batches.)
         divisors: by term what it is divided by in place of its weight over the whole step: a
             number, or a function of that weight; see `value_and_grad`. A term with a divisor makes
             a step count wherever the divisor is above 0, with accepted rows or without: one with a
@@ -156,9 +166,10 @@ def make_train_step(
     Raises:
         ValueError: the mesh lacks the axis, an option is unknown, the batch's rows do not divide by
             the ranks and microbatches, a collection may differ from rank to rank, or the state was
-            given away to an earlier step.
+            given away to an earlier step, or it holds several `DynamicScale`s.
         TypeError: the step is given something else than a state, a `Batch` and a key, or an
-            optimizer that accumulates by votes, such as `optax.MultiSteps`. See
+            optimizer that accumulates by votes, such as `optax.MultiSteps`, or whose state is too
+            narrow for unscaled gradients; a coefficient's function returns no number. See
             `value_and_grad` for what a loss function may do wrong.
 
     Example:
@@ -174,6 +185,15 @@ def make_train_step(
         >>> state, report = step(state, batch)
         >>> float(state.params["w"]), float(report.loss.value), bool(report.skipped)
         (2.0, 5.0, False)
+
+        A second term that grows over the first hundred steps:
+
+        >>> def penalised(params, batch):
+        ...     nll = loss_fn(params, batch)
+        ...     return {"nll": nll, "penalty": nll.once(params["w"] ** 2)}
+        >>> weights = {"nll": 1.0, "penalty": optax.linear_schedule(0.0, 0.1, 100)}
+        >>> step = make_train_step(penalised, data_mesh(1), coefficients=weights)
+        >>> state, report = step(state, batch)
 
         Dropout that does not depend on how rows are split:
 
