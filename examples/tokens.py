@@ -25,10 +25,10 @@ import jax_ddp_weighting as jdw
 
 RANKS = 4
 LENGTH = 96  # tokens in a sequence: bytes, since they need no vocabulary
-SEQUENCES = 512
+SEQUENCES = 384
 ROWS_PER_RANK = 16
-EPOCHS = 3
-MICROBATCHES = (1, 2, 4, 8, 16)
+EPOCHS = 2
+MICROBATCHES = (1, 4, 16)
 IGNORED = -100
 
 
@@ -86,7 +86,7 @@ class Transformer(nn.Module):
     """Logits of the next byte."""
 
     width: int = 48
-    layers: int = 2
+    layers: int = 1
 
     @nn.compact
     def __call__(self, tokens, segments, places):

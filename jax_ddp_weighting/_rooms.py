@@ -16,8 +16,9 @@ FLOORS = (
 
 PUBLIC = {
     "sampling": (
-        *("CoverageError", "DistributedSampler", "EpochAudit", "EpochPlan", "Ledger", "Slots"),
-        *("audit_ids", "keyed_order", "manifest_hash", "torch_order"),
+        *("BudgetPlan", "CoverageError", "DistributedSampler", "EpochAudit", "EpochPlan"),
+        *("Ledger", "PackedPlan", "PackedRows", "PaddingReport", "Slots", "StepPadding"),
+        *("audit_ids", "keyed_order", "manifest_hash", "pack_rows", "torch_order"),
     ),
     "distributed": ("ENGINES", "data_mesh", "force_cpu_devices"),
     "data": (

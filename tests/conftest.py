@@ -1,13 +1,22 @@
 """For the whole suite: eight faked CPU devices, annotations checked, no rank promotion."""
 
 import gc
+import os
 import re
 from functools import cache
 from pathlib import Path
 
-import jax
-import pytest
-from jaxtyping import install_import_hook
+ROOT = Path(__file__).parents[1]
+
+# What XLA has compiled is kept on the disk, for the other workers, for the examples and programs
+# that run in processes of their own, and for the next run: compiling is most of what tests cost.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import jax  # noqa: E402 - which reads them when it is imported
+import pytest  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
 
 # shapes and dtypes of annotated arrays are checked on every call, in tests only
 install_import_hook("jax_ddp_weighting", "annotations.checked")
@@ -16,8 +25,6 @@ from jax_ddp_weighting import force_cpu_devices  # noqa: E402 - after the hook
 
 # those need torch and grain, a browser, or the package index: `make test-torch` and so on
 collect_ignore = ["live", "peers", "browser", "package"]
-
-ROOT = Path(__file__).parents[1]
 
 force_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

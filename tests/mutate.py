@@ -107,8 +107,8 @@ MUTATIONS = [
         ),
         (
             "weights that are not multiplied in",
-            "jnp.sum(kept * weights)",
-            "jnp.sum(kept)",
+            "jnp.sum(kept * weights, axis=axes)",
+            "jnp.sum(kept, axis=axes)",
             "weighting/test_sums.py::test_weighted_means",
         ),
         (
@@ -122,6 +122,18 @@ MUTATIONS = [
             "present = jnp.asarray(self.weight) > 0",
             "present = jnp.asarray(self.weight) >= 0",
             "weighting/test_sums.py::test_a_regulariser_is_counted_once_and_only_beside_data",
+        ),
+        (
+            "a weight that broadcasts",
+            "if weight not in ((), total):",
+            "if np.broadcast_shapes(weight, total) != total:",
+            "weighting/test_array_sums.py::test_a_weight_of_another_shape_is_refused",
+        ),
+        (
+            "a bad weight on the host that is made good",
+            "if not np.any(bad):",
+            "if True:",
+            "weighting/test_array_sums.py::test_a_bad_weight_stays_bad_on_the_host",
         ),
     ),
     *of(

@@ -88,3 +88,19 @@ def test_evaluation_counts_the_test_images_in_every_way():
     assert f"'accuracy': '{int(hits) / 360:.4f}'" in out
     by_position = re.search(r"by position, padding and all: (\d+) of (\d+)", out)
     assert by_position.group(2) == "408"
+
+
+def test_budget_compiles_the_shapes_that_were_told_and_counts_every_word():
+    out = run("budget.py")
+    plain, by_budget, packed = map(float, re.findall(r"(\d+\.\d)% in", out))
+    assert packed < 3 < by_budget < plain
+    words = re.findall(r"(\w+) epoch \d: \d+ steps, (\d+) words, loss (\d\.\d+)", out)
+    assert len(words) == 4
+    assert len({count for _, count, _ in words}) == 1  # each pair of words once, either way
+    for name in ("budget", "packed"):
+        losses = [float(loss) for kind, _, loss in words if kind == name]
+        assert losses[-1] < losses[0]
+    assert re.findall(r"(\w+): compiled (\d) shapes, all told before: True", out) == [
+        ("budget", "2"),
+        ("packed", "1"),
+    ]

@@ -10,6 +10,7 @@ from jax_ddp_weighting._errors import JdwError
 from jax_ddp_weighting._version import __version__
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.coordination import find_differences, name_ranks
+from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, count_steps
 from jax_ddp_weighting.sampling.plan import EpochPlan
 
 _log = logging.getLogger("jax_ddp_weighting.agreement")  # as documented
@@ -31,10 +32,10 @@ class EpochRecord:
         seed: the plan's seed.
         epoch: the epoch.
         shuffle: whether ids are read in an order of the epoch's own.
-        order: "keyed", "torch", or the digest of an order of one's own; and the place from which a
-            resumed plan reads it.
+        order: "keyed", "torch", or the digest of an order of one's own; of other plans what makes
+            their steps, and the shapes of these; and the place from which a resumed plan reads it.
         tail: "mask", "repeat" or "drop".
-        batch_size: rows per rank and step.
+        batch_size: rows per rank and step; the most, where steps differ.
         steps: steps in the epoch.
         accepted: slots of weight 1 in the epoch, over all ranks.
         library_version: this library's version.
@@ -64,7 +65,7 @@ class EpochRecord:
 
     @classmethod
     def of(
-        cls, plan: EpochPlan, epoch: int, manifest_hash: str, *, start_step: int = 0
+        cls, plan: Plan, epoch: int, manifest_hash: str, *, start_step: int = 0
     ) -> "EpochRecord":
         """The record of a plan's epoch in this process.
 
@@ -81,17 +82,12 @@ class EpochRecord:
             TypeError: an argument is of another type.
             ValueError: `epoch` is negative, `manifest_hash` empty, or the plan has no such step.
         """
-        if not isinstance(plan, EpochPlan):
-            raise TypeError(
-                f"EpochRecord.of: plan must be an EpochPlan, got {type(plan).__name__}. "
-                "A sampler's is its `plan`."
-            )
+        check_any_plan("EpochRecord.of: plan", plan)
         rule = "be an integer of at least 0"
         epoch = check_integer("EpochRecord.of: epoch", epoch, 0, 2**63 - 1, rule=rule)
         remedy = "A later step belongs to the next epoch."
-        start_step = check_up_to(
-            "EpochRecord.of: start_step", start_step, plan.steps_per_epoch, remedy
-        )
+        steps = count_steps(plan, epoch)
+        start_step = check_up_to("EpochRecord.of: start_step", start_step, steps, remedy)
         if not isinstance(manifest_hash, str):
             raise TypeError(
                 f"EpochRecord.of: manifest_hash must be a string, got {manifest_hash!r}. "
@@ -103,6 +99,9 @@ class EpochRecord:
                 "one."
             )
         fingerprint = plan.fingerprint
+        if not isinstance(plan, EpochPlan):
+            shapes = ", ".join(f"{rows} x {length}" for rows, length in plan.step_shapes)
+            fingerprint["order"] += f", steps of {shapes}"
         if plan.start:  # processes that go on from different places read different ids
             fingerprint["order"] += f" from place {plan.start}"
         return cls(
@@ -112,7 +111,7 @@ class EpochRecord:
             epoch=epoch,
             **fingerprint,
             batch_size=plan.batch_size,
-            steps=plan.steps_per_epoch,
+            steps=steps,
             accepted=plan.accepted_per_epoch,
             library_version=__version__,
             start_step=start_step,

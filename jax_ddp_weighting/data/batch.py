@@ -28,8 +28,9 @@ class Batch:
 
     Attributes:
         data: a pytree of arrays `[rows, ...]`.
-        ids: integers `[rows]`, which example each row is.
-        weights: `[rows]`, how much each row counts; 0 is padding.
+        ids: integers `[rows]`, which example each row is; `[rows, most]` where a `PackedPlan` puts
+            several into one, with -1 where there is no further one.
+        weights: of the shape of ids, how much each counts; 0 is padding.
         missing: `[rows]`, weight that counts in the denominator alone; None, but in batches of
             `join_batches` whose convention divides by ranks that are not there any more. Where
             they sum to `M` and the weights to `V` over all ranks, each term of a loss in
@@ -145,7 +146,8 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
 
     def weigh_real_rows(weights: Any) -> Any:
         weights = repeat_first(weights)
-        return weights * real.astype(weights.dtype)
+        # of a packed plan a row has several weights
+        return weights * real.astype(weights.dtype).reshape(-1, *[1] * (weights.ndim - 1))
 
     return Batch(
         jax.tree.map(repeat_first, batch.data),

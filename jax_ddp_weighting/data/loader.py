@@ -1,5 +1,6 @@
 """A plan's slots as sharded device batches, fetched ahead of the step that needs them."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,18 +16,23 @@ from jax_ddp_weighting._version import __version__
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.data.opening import Opening
 from jax_ddp_weighting.data.read_ahead import read_ahead
-from jax_ddp_weighting.data.row_format import describe_rows
+from jax_ddp_weighting.data.row_format import RowFormat, describe_rows
+from jax_ddp_weighting.data.row_lengths import RowLengths
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import RankPlacement, check_device_values, id_dtype
-from jax_ddp_weighting.sampling.plan import EpochPlan, Slots, check_plan
+from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, count_steps
+from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
 
-Fetch = Callable[[np.ndarray], PyTree]
-"""`fetch(ids)` returns a pytree of arrays `[len(ids), ...]`: row `j` is example `ids[j]`."""
+Fetch = Callable[..., PyTree]
+"""`fetch(ids)` returns a pytree of arrays `[len(ids), ...]`: row `j` is example `ids[j]`.
+
+`fetch(ids, length)` for plans whose steps have a length, to which rows are padded.
+"""
 
 
 def batches(
-    plan: EpochPlan,
+    plan: Plan,
     epoch: int,
     fetch: Fetch,
     mesh: Mesh,
@@ -36,12 +42,13 @@ def batches(
     axis_name: AxisName = "data",
     timeout_s: float = 300,
 ) -> Iterator[Batch]:
-    """An epoch of a plan as global device batches of one shape, each rank's rows on its device.
+    """An epoch of a plan as global device batches, each rank's rows on its device.
 
-    The rule: every step is full, short ones are filled with rows of weight 0, and each process
-    fetches its own ranks' ids only, whichever devices of the mesh it holds. A thread fetches ahead
-    of the step that is running. What `fetch` returned is copied, by this or by the transfer to the
-    device, before `fetch` is called again: it may fill one buffer over and over.
+    The rule: every step is full (of one shape, or of a few where the plan is a `BudgetPlan`), short
+    ones are filled with rows of weight 0, and each process fetches its own ranks' ids only,
+    whichever devices of the mesh it holds. A thread fetches ahead of the step that is running. What
+    `fetch` returned is copied, by this or by the transfer to the device, before `fetch` is called
+    again: it may fill one buffer over and over.
 
     Processes that read different plans, epochs or steps, or whose rows differ in form, would go on
     with wrong rows, or hang or abort in a collective. So these are compared over the processes of
@@ -56,9 +63,12 @@ def batches(
         plan: who reads what; its `num_replicas` is the size of the mesh's data axis.
         epoch: which epoch, from 0.
         fetch: `fetch(ids)` for an int64 array of ids returns a pytree of arrays with one row per
-            id. It runs in another thread, one call per step, in order. The ids cannot be written:
-            `ids.copy()` can. Integers that the device would cut are refused; floats of 64 bits are
-            rounded to 32 while x64 is off, as JAX does.
+            id; `fetch(ids, length)` where the plan is a `BudgetPlan` or a `PackedPlan`: rows are to
+            be padded to `length`, and so one axis of some leaf at least must be as long. The ids of
+            a `PackedPlan` are `[rows, most]`, as `pack_rows` takes them. It runs in another
+            thread, one call per step, in order. The ids cannot be written: `ids.copy()` can.
+            Integers that the device would cut are refused; floats of 64 bits are rounded to 32
+            while x64 is off, as JAX does.
         mesh: a mesh with the axis; over further axes the rows are replicated.
         start_step: the first step of this plan to yield, to resume on as many ranks and rows as
             before. On others, give what `plan.resumed` returns, whose steps count from 0.
@@ -67,17 +77,21 @@ def batches(
         timeout_s: how many seconds to wait, at the first batch, for other processes' first rows.
 
     Returns:
-        An iterator of `plan.steps_per_epoch - start_step` batches, every leaf a global array
-        `[num_replicas * batch_size, ...]` sharded over the axis. Ids are int32, or int64 where
-        x64 is on when it is called; weights are int32.
+        An iterator of the plan's steps from `start_step` on, every leaf a global array
+        `[num_replicas * rows, ...]` sharded over the axis. Ids are int32, or int64 where
+        x64 is on when it is called; weights are int32. (Both are `[rows, most]` for a `PackedPlan`,
+        with -1 at weight 0 where a row holds no further sequence: `Ledger.add` takes them; what
+        tokens weigh is in the data.)
 
     Raises:
-        TypeError: a number is none; at once. `fetch` returned something that is no number.
+        TypeError: a number is none, or `fetch` cannot be called so; at once. `fetch` returned
+            something that is no number.
         ValueError: the mesh has not the plan's number of ranks or no device of this process, or a
             number is out of range; at once, not at the first batch. `fetch` returned another number
-            of rows than ids, rows of another form than before or than on another process, or
-            integers that the device would cut; or another process reads other steps. An error in
-            `fetch` surfaces at the step it belongs to, with a note that names the step.
+            of rows than ids, rows of another length than the step's, of another form than
+            before or than on another process, or integers that the device would cut; or another
+            process reads other steps. An error in `fetch` surfaces at the step it belongs to, with
+            a note that names the step.
         RuntimeError: another process failed to fetch its first rows, or did not in time.
 
     Example:
@@ -89,7 +103,7 @@ def batches(
         [20.0, 30.0] [1, 1]
         [40.0, 0.0] [1, 0]
     """
-    check_plan("batches: plan", plan)
+    check_any_plan("batches: plan", plan)
     layout = RankPlacement.here(mesh, axis_name, caller="batches")
     ranks = layout.ranks
     if plan.num_replicas != ranks:
@@ -98,12 +112,15 @@ def batches(
             f"{plan.num_replicas} and {ranks}. Make the plan with num_replicas={ranks}."
         )
     epoch = check_epoch("batches: epoch", epoch)
-    steps = plan.steps_per_epoch
+    steps = count_steps(plan, epoch)
     remedy = "A later step belongs to the next epoch."
     start_step = check_up_to("batches: start_step", start_step, steps, remedy)
     prefetch = check_at_least("batches: prefetch", prefetch, 0, "0 fetches without a thread.")
     coordination.check_timeout("batches: timeout_s", timeout_s)
     _check_ids_fit(plan)
+    lengths = None if isinstance(plan, EpochPlan) else RowLengths("batches")
+    if lengths is not None:
+        _check_takes_length(fetch, plan)
     # met here and not at the first batch: all processes make their streams in the same order
     meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
     reading = {
@@ -116,6 +133,8 @@ def batches(
         "start_step": start_step,
         "library_version": __version__,
     }
+    if not isinstance(plan, EpochPlan):
+        reading["shapes"] = plan.step_shapes
     opening = Opening("batches", meeting, reading, timeout_s)
     # a `with jax.enable_x64(...)` holds in its own thread alone, and another one may fetch
     x64 = jax.config.read("jax_enable_x64")
@@ -123,19 +142,26 @@ def batches(
     def fetch_rows(step: int) -> tuple[int, Slots, Any]:
         slots = plan.batch(epoch, step, ranks=layout.local)
         with jax.enable_x64(x64), report_failure(step):
-            return step, slots, fetch(_copy_unwritable(slots.ids.reshape(-1)))
+            ids = _copy_unwritable(_join_ranks(slots.ids))
+            return step, slots, fetch(ids) if lengths is None else fetch(ids, slots.length)
 
     def place_rows(fetched: tuple[int, Slots, Any]) -> Batch:
         step, slots, data = fetched
-        ids, weights = slots.ids.reshape(-1), slots.weights.reshape(-1)
+        ids, weights = _join_ranks(slots.ids), _join_ranks(slots.weights)
         with jax.enable_x64(x64):
             with report_failure(step):
                 check = partial(_check_rows, number=len(ids))
                 data = jax.tree_util.tree_map_with_path(check, data)
+                found = describe(data, slots.length)
             # before the others are met: what fetch has returned may be filled anew at any time
             batch = layout.place(Batch(data, ids.astype(id_dtype()), weights))
-            opening.check(describe_rows(batch.data))
+            opening.check(found)
             return batch
+
+    def describe(rows: PyTree, length: int | None) -> RowFormat:
+        if lengths is None or length is None:
+            return describe_rows(rows)
+        return lengths.describe(rows, length)
 
     @contextmanager
     def report_failure(step: int) -> Iterator[None]:
@@ -159,7 +185,26 @@ def batches(
 def _copy_unwritable(ids: np.ndarray) -> np.ndarray:
     # Of bytes, which nothing can make writable again. A fetch that sorts the ids it was given would
     # otherwise return rows in an order that nobody else knows of.
-    return np.frombuffer(ids.tobytes(), ids.dtype)
+    return np.frombuffer(ids.tobytes(), ids.dtype).reshape(ids.shape)
+
+
+def _join_ranks(slots: np.ndarray) -> np.ndarray:
+    """The rows of all ranks in one axis."""
+    return slots.reshape(-1, *slots.shape[2:])
+
+
+def _check_takes_length(fetch: Fetch, plan: Plan) -> None:
+    try:
+        signature = inspect.signature(fetch)
+    except (TypeError, ValueError):  # some callables written in C have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise TypeError(
+            f"batches: fetch must take (ids, length) where the plan is a {type(plan).__name__}, got"
+            f" {signature}. It pads every row to length, which is that of the step."
+        ) from None
 
 
 def _check_rows(path: Any, leaf: Any, *, number: int) -> np.ndarray:
@@ -173,7 +218,7 @@ def _check_rows(path: Any, leaf: Any, *, number: int) -> np.ndarray:
     return leaf
 
 
-def _check_ids_fit(plan: EpochPlan) -> None:
+def _check_ids_fit(plan: Plan) -> None:
     largest = int(np.iinfo(id_dtype()).max)
     if plan.num_examples > largest + 1:
         raise ValueError(

@@ -3,8 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from math import isfinite, nan
 from typing import Any, Literal
 
 import jax
@@ -22,7 +20,8 @@ from jax_ddp_weighting.data.batch import (
 )
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.loss_terms import check_scalars, describe, name_sums
+from jax_ddp_weighting.evaluation.exact_sums import ExactSum
+from jax_ddp_weighting.weighting.loss_terms import check_arrays, describe, name_sums
 from jax_ddp_weighting.weighting.sums import WeightedSum
 
 # Steps in flight before the oldest is read: enough that the device never waits for the host, few
@@ -34,14 +33,16 @@ MetricFn = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Evaluation(Mapping[str, float]):
+class Evaluation(Mapping[str, Any]):
     """What `evaluate` found: the mean of each metric by name, as a mapping, and what is behind it.
 
     Attributes:
         means: name -> mean, a Python float, divided once, from exact sums; NaN where there was no
-            weight and that was allowed.
+            weight and that was allowed. Of a sum of arrays a float64 array, NaN where an element
+            has no weight.
         sums: name -> the `WeightedSum` behind it: Python integers where the metric was counted in
-            integers, floats otherwise. Evaluations of parts of a data set add up by these.
+            integers, floats otherwise; of arrays int64 or float64 (and Python's integers as objects
+            where int64 does not hold one). Evaluations of parts of a data set add up by these.
         accepted: how many rows had weight, over all ranks and steps.
         steps: how many batches there were.
 
@@ -54,12 +55,12 @@ class Evaluation(Mapping[str, float]):
         (0.5, WeightedSum(total=2, weight=4), 4, 2)
     """
 
-    means: Mapping[str, float]
+    means: Mapping[str, Any]
     sums: Mapping[str, WeightedSum]
     accepted: int
     steps: int
 
-    def __getitem__(self, name: str) -> float:
+    def __getitem__(self, name: str) -> Any:
         return self.means[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -82,10 +83,10 @@ def evaluate(
 
     The rule: numerators and denominators are summed over rows, ranks and steps, and divided once.
     Within a step they are summed on the devices, as `metric_fn` does it; from step to step on the
-    host, as exact rationals that are rounded once, in the mean. So hits counted in integers give
-    the same mean to the last bit for every number of ranks and rows per batch, up to 2**31 of
-    weight per step and without limit over the steps; float32 losses are off by the rounding of one
-    step's float32 sum at most, however many rows there are.
+    host, exactly, and rounded once, in the mean. So hits counted in integers give the same mean to
+    the last bit for every number of ranks and rows per batch, up to 2**31 of weight per step and
+    without limit over the steps; float32 losses are off by the rounding of one step's float32 sum
+    at most, however many rows there are.
 
     `metric_fn` is compiled in the global view of `jit`: it sees all ranks' rows. It is compiled
     once for a run, as long as it is the same function object: define it once and hand parameters in
@@ -93,7 +94,14 @@ def evaluate(
 
     A rate of two sums, such as errors per word, is a `WeightedSum` of both, made by hand:
     `WeightedSum((errors * batch.weights).sum(), (words * batch.weights).sum())`. Not
-    `weighted_sum(errors / words, words)`, in which a row of 0 words loses its errors.
+    `weighted_sum(errors / words, words)`, in which a row of 0 words loses its errors. What is a
+    function of a mean is taken last: a perplexity is `math.exp(found["nll"])`.
+
+    A sum may hold arrays, such as one element a class, or a confusion matrix; the mean is
+    elementwise, and one scalar weight may stand for all elements. The mean of an element without
+    weight, as of a class that is absent, is NaN: never 0, and no error unless all are. The mean
+    over those that are there is `found["iou"][found.sums["iou"].weight > 0].mean()`; `np.nanmean`
+    would also leave out a class whose losses are NaN.
 
     In a run of several processes every process must give the same number of batches, as
     `batches(plan, ...)` does whatever the number of examples.
@@ -101,9 +109,11 @@ def evaluate(
     Args:
         metric_fn: `metric_fn(batch)` returns a dict of `WeightedSum`s, each over its own weight, or
             a single one, which is named `"loss"`; `metric_fn(params, batch)` where `params` are
-            given. `weighted_sum(logits.argmax(-1) == labels, batch.weights)` counts hits.
-        batches: `Batch`es. Those smaller than the first are filled up with rows of weight 0, so
-            that a short last one needs no second compilation.
+            given. `weighted_sum(logits.argmax(-1) == labels, batch.weights)` counts hits. Sums of
+            arrays have one shape in all steps, and no axis of rows.
+        batches: `Batch`es. Those smaller than the first whose rows have the same shapes are filled
+            up with rows of weight 0, so that a short last one needs no second compilation; a plan
+            by tokens needs one for each of its shapes.
         mesh: a mesh with the data axis.
         params: what `metric_fn` is given first, a pytree; placed on the mesh if it is elsewhere.
         empty: what the mean of a metric without any weight is: an error, or `"nan"`. Never 0, which
@@ -115,9 +125,12 @@ def evaluate(
         on every process.
 
     Raises:
-        TypeError: `metric_fn` returns anything but `WeightedSum`s, or a batch is no `Batch`.
+        TypeError: `metric_fn` returns anything but `WeightedSum`s of real numbers, or a batch is no
+            `Batch`.
         ValueError: a metric has no weight at all; a weight is negative, as integers are that have
-            passed 2**31 in one step; a batch has `missing` weight; the mesh lacks the axis.
+            passed 2**31 in one step; a weight is an array of another shape than its total; a
+            shape changes from step to step, or with the number of rows; a batch has `missing`
+            weight; the mesh lacks the axis.
 
     Example:
         >>> def metric_fn(params, batch):
@@ -145,7 +158,9 @@ def evaluate(
     count = jax.jit(_count_accepted, out_shardings=everywhere)
     totals = _Totals()
     in_flight: deque[tuple[Any, Array]] = deque()
-    rows, filled = 0, None
+    # by the form of a row: of a plan by tokens, batches of long rows have few, and of short many
+    rows: dict[tuple[tuple[int, ...], ...], int] = {}
+    filled = None
     for batch in batches:
         check_batch("evaluate: batches must be Batches", batch, MAKE_OR_READ_BATCHES)
         if batch.missing is not None:
@@ -155,15 +170,19 @@ def evaluate(
                 'for training; "example" counts every row of an evaluation once.'
             )
         found = batch.weights.shape[0]
-        # The first batch sets the shape that is compiled, and shorter ones are filled up to it.
-        rows = rows or max(1, -(-found // ranks)) * ranks
+        # The first batch of a form sets the shape that is compiled, and shorter ones are filled up.
+        form = tuple(np.shape(leaf)[1:] for leaf in jax.tree.leaves(batch.data))
         if filled is None or found:
-            filled = pad_rows(batch, max(rows, found + -found % ranks))
+            least = rows.setdefault(form, max(1, -(-found // ranks)) * ranks)
+            filled = pad_rows(batch, max(least, found + -found % ranks))
         else:  # no rows, so no shapes and dtypes to go by: those before, at weight 0
             filled = replace(filled, weights=np.zeros_like(filled.weights))
         sharding = meshes.row_sharding(mesh, axis_name)
         batch = place_batch(filled, sharding, caller="evaluate")
-        in_flight.append((compiled(*first, batch), count(batch.weights)))
+        sums = compiled(*first, batch)
+        if not in_flight and not totals.steps:
+            _check_no_rows(metric_fn, first, batch, sums)
+        in_flight.append((sums, count(batch.weights)))
         if len(in_flight) > _AHEAD:
             totals.add(*in_flight.popleft())
     while in_flight:
@@ -176,62 +195,59 @@ def _count_accepted(weights: Array) -> Array:
 
 
 class _Totals:
-    """Sums over steps, exact: integers, and rationals for floats."""
+    """Sums over steps, exact, by name: of a total and of its weight."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[Any, Any]] = {}
+        self._sums: dict[str, tuple[ExactSum, ExactSum]] = {}
         self._accepted = 0
-        self._steps = 0
+        self.steps = 0
 
     def add(self, sums: Any, accepted: Array) -> None:
         for name, each in _named(jax.device_get(sums)).items():
-            total, weight = self._sums.get(name, (0, 0))
-            more = _as_exact(each.weight)
-            if more < 0:
-                raise ValueError(
-                    f"evaluate: weight must be at least 0, got {more} for {name!r} in step "
-                    f"{self._steps}. Integer weights that pass 2**31 in one step wrap round: take "
-                    "smaller batches or float weights."
-                )
-            self._sums[name] = _add(total, _as_exact(each.total)), _add(weight, more)
+            self._check_weight(name, each.weight)
+            new = {"total": each.total, "weight": each.weight}
+            if name not in self._sums:
+                self._sums[name] = ExactSum(np.shape(each.total)), ExactSum(np.shape(each.weight))
+            for (noun, more), into in zip(new.items(), self._sums[name], strict=True):
+                if np.shape(more) != into.shape:
+                    raise ValueError(
+                        "evaluate: metric_fn must return sums of one shape in every step, got "
+                        f"{noun} {np.shape(more)} for {name!r} in step {self.steps}, and "
+                        f"{into.shape} before. Number classes and bins once, for all steps."
+                    )
+                into.add(more)
         self._accepted += int(accepted)
-        self._steps += 1
+        self.steps += 1
+
+    def _check_weight(self, name: str, weight: np.ndarray) -> None:
+        negative = np.argwhere(np.asarray(weight) < 0)
+        if len(negative):
+            place = tuple(negative[0].tolist())
+            at = f" at {list(place)}" if place else ""
+            raise ValueError(
+                f"evaluate: weight must be at least 0, got {weight[place]}{at} for {name!r} in "
+                f"step {self.steps}. Integer weights that pass 2**31 in one step wrap round: take "
+                "smaller batches or float weights."
+            )
 
     def evaluation(self, empty: str) -> Evaluation:
-        nothing = [name for name, (_, weight) in self._sums.items() if weight == 0]
+        nothing = [name for name, (_, weight) in self._sums.items() if not weight.any()]
         if empty == "raise" and (nothing or not self._sums):
             what = f"got none for {', '.join(map(repr, nothing))}" if nothing else "got no batches"
             raise ValueError(
                 f"evaluate: batches must hold weight for every metric, {what} ({self._accepted} "
                 'accepted rows). empty="nan" makes such a mean nan.'
             )
-        return Evaluation(
-            means={name: _divide(*each) for name, each in self._sums.items()},
-            sums={name: WeightedSum(*map(_as_plain, each)) for name, each in self._sums.items()},
-            accepted=self._accepted,
-            steps=self._steps,
-        )
+        sums = {
+            name: WeightedSum(*(_as_plain(each.rounded()) for each in pair))
+            for name, pair in self._sums.items()
+        }
+        means = {name: _as_plain(a.divided_by(b)) for name, (a, b) in self._sums.items()}
+        return Evaluation(means, sums, accepted=self._accepted, steps=self.steps)
 
 
-Exact = int | Fraction | float
-"""An exact number, or a float that is none: NaN or infinity."""
-
-
-def _as_exact(value: np.ndarray) -> Exact:
-    number = value.item()
-    return Fraction(number) if isinstance(number, float) and isfinite(number) else number
-
-
-def _add(a: Exact, b: Exact) -> Exact:
-    return a + b  # a rational plus nan is nan
-
-
-def _divide(total: Exact, weight: Exact) -> float:
-    return float(total / weight) if weight else nan
-
-
-def _as_plain(number: Exact) -> int | float:
-    return number if isinstance(number, int) else float(number)
+def _as_plain(found: np.ndarray) -> Any:
+    return found if found.ndim else found.item()
 
 
 def _named(sums: Any) -> dict[str, WeightedSum]:
@@ -242,5 +258,34 @@ def _named(sums: Any) -> dict[str, WeightedSum]:
             "Return weighted_sum(values, batch.weights): a mean has lost its denominator, and "
             "batches of unequal weight cannot be averaged any more."
         )
-    check_scalars(terms, returned_by="evaluate: metric_fn", called="")
+    check_arrays(terms, returned_by="evaluate: metric_fn")
     return terms
+
+
+def _check_no_rows(metric_fn: MetricFn, first: tuple[Any, ...], batch: Batch, sums: Any) -> None:
+    """Raises `ValueError` where an axis of a sum is that of the rows, which nobody has summed over.
+
+    A sum has no more elements for a batch of more rows. Nothing is computed to see that, and
+    nothing is traced unless an axis is as long as the batch, as ten classes of ten rows are too.
+    """
+    rows = batch.weights.shape[0]
+    if not any(rows in leaf.shape for leaf in jax.tree.leaves(sums)):
+        return
+
+    def double(leaf: Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((2 * rows, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
+
+    try:
+        more = jax.eval_shape(metric_fn, *first, jax.tree.map(double, batch))
+    except Exception:  # of a batch that it was never meant to see: it cannot be asked
+        return
+    wider = _named(more)
+    for name, each in _named(sums).items():
+        one, two = np.shape(each.total), np.shape(wider[name].total)
+        if one != two:
+            raise ValueError(
+                "evaluate: metric_fn must sum over rows, to arrays of one shape or scalar sums, "
+                f"got total {one} and weight {np.shape(each.weight)} for {name!r} of {rows} rows, "
+                f"and total {two} of {2 * rows}. weighted_sum sums all, and with axis=0 leaves "
+                "the other axes."
+            )

@@ -33,7 +33,7 @@ from jax_ddp_weighting.evaluation.predictions import (
     fill_tree,
     spell_tree,
 )
-from jax_ddp_weighting.sampling.plan import EpochPlan
+from jax_ddp_weighting.sampling.kinds import Plan, count_steps
 
 _FORMAT = 1
 _Folder = str | os.PathLike[str]
@@ -111,7 +111,7 @@ def held_ids(folder: _Folder) -> np.ndarray:
     return index_ids(_read_ids(folder, "held_ids"), None, caller="held_ids").ids
 
 
-def due_step(folder: _Folder, plan: EpochPlan, epoch: int = 0) -> int:
+def due_step(folder: _Folder, plan: Plan, epoch: int = 0) -> int:
     """The first step of an epoch that the parts do not hold whole, to go on from.
 
     The rule: the same step on every process, the earliest that any of them finds, so every process
@@ -123,7 +123,7 @@ def due_step(folder: _Folder, plan: EpochPlan, epoch: int = 0) -> int:
         epoch: the plan's epoch.
 
     Returns:
-        A step for `batches(plan, epoch, fetch, mesh, start_step=...)`; `plan.steps_per_epoch` where
+        A step for `batches(plan, epoch, fetch, mesh, start_step=...)`; their number where
         nothing is due.
 
     Example:
@@ -132,8 +132,9 @@ def due_step(folder: _Folder, plan: EpochPlan, epoch: int = 0) -> int:
     """
     epoch = check_epoch("due_step: epoch", epoch)
     held = held_ids(folder)
+    steps = count_steps(plan, epoch)
     step = 0
-    while step < plan.steps_per_epoch:
+    while step < steps:
         slots = plan.batch(epoch, step)
         if not np.isin(slots.ids[slots.weights > 0], held).all():
             break

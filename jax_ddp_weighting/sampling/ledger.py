@@ -20,9 +20,10 @@ from jax_ddp_weighting._arguments import (
 )
 from jax_ddp_weighting._files import open_whole
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_tally, check_entries
+from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan
 from jax_ddp_weighting.sampling.names import STRINGS, IdNames, read_names
 from jax_ddp_weighting.sampling.order import keyed_order
-from jax_ddp_weighting.sampling.plan import EpochPlan, check_plan
+from jax_ddp_weighting.sampling.plan import EpochPlan
 from jax_ddp_weighting.sampling.tally import Tally
 
 _LEDGER = b"jax_ddp_weighting ledger 1\n"
@@ -146,7 +147,7 @@ class Ledger:
 
     def due(
         self,
-        plan: EpochPlan | None = None,
+        plan: Plan | None = None,
         *,
         limit: int | None = None,
         reshuffle: int | None = None,
@@ -157,7 +158,7 @@ class Ledger:
         `EpochPlan.from_order` goes on with it; without one, ascending.
 
         Args:
-            plan: the plan that was read; of the ids, those that its order holds.
+            plan: the plan that was read, or the rest of it; of the ids, those that its order holds.
             limit: how many to give at most; all by default.
             reshuffle: a seed to shuffle them by; by default they are not shuffled.
 
@@ -193,9 +194,9 @@ class Ledger:
             due = due[keyed_order(places, len(due), seed=seed, epoch=self.epoch or 0)][:most]
         return due if self._names is None else np.array(self._names.list_all())[due]
 
-    def _find_due(self, plan: EpochPlan, wanted: int) -> Int64[np.ndarray, " ids"]:
+    def _find_due(self, plan: Plan, wanted: int) -> Int64[np.ndarray, " ids"]:
         """The first ids of the plan's order that are due."""
-        check_plan("Ledger.due: plan", plan)
+        check_any_plan("Ledger.due: plan", plan)
         if plan.num_examples != self.num_examples:
             raise ValueError(
                 f"Ledger.due: plan must be of {self.num_examples} examples, as the ledger, got"
@@ -206,6 +207,10 @@ class Ledger:
                 "Ledger.due: epoch must be known for its order, got None. Make the ledger as"
                 f" Ledger({self.num_examples}, epoch=...)."
             )
+        if not isinstance(plan, EpochPlan):
+            order = plan.epoch_plan().ids_in_order(self.epoch)
+            due = order[~self._tally.have_met(order)]
+            return due[np.sort(np.unique(due, return_index=True)[1])][:wanted]
         # one rank reads the whole order, whatever part of it the plan itself had left
         order = replace(plan, num_replicas=1, batch_size=1, tail="mask", start=0, only_epoch=None)
         due = [np.zeros(0, np.int64)]

@@ -37,6 +37,7 @@ class Slots:
         ids: int64 example ids, any shape.
         weights: int32 of the same shape: 1 where the slot counts, 0 where it is padding. Integers,
             so that a sum of them counts exactly.
+        length: what every row of a step is padded to, where the plan has a say in it.
 
     Example:
         >>> slots = EpochPlan(5, num_replicas=2, batch_size=1, shuffle=False).slots(0, rank=1)
@@ -46,6 +47,7 @@ class Slots:
 
     ids: Int64[np.ndarray, "*shape"]
     weights: Int32[np.ndarray, "*shape"]
+    length: int | None = None
 
 
 @dataclass(frozen=True)

@@ -326,6 +326,12 @@ def check_call(batch: Any, rng: Any, options: StepOptions) -> None:
     """Raises `TypeError` or `ValueError` for what no step can be made of, before tracing."""
     _check_batch(batch, options)
     _check_rng(rng, options)
+    if options.rng_per == "example" and len(jnp.shape(batch.ids)) != 1:
+        raise ValueError(
+            "train step: ids must be one for each row where rng_per='example', got shape "
+            f"{jnp.shape(batch.ids)}. The rows of a PackedPlan hold several; rng_per='rank' takes "
+            "them."
+        )
 
 
 def _check_batch(batch: Any, options: StepOptions) -> None:

@@ -8,11 +8,13 @@ with compensated addition would be exact to 2**48, and has no all-reduce: `psum`
 itself. A sum that is only checked is cheaper still, and would refuse steps that are right.)
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -64,16 +66,42 @@ def as_wide(value: Any) -> Array:
     """An array of at least float32, or int32 for integers and bools, so that it can be added to.
 
     bfloat16 stops counting at 256, float16 ends at 65,504, and int8 is back at -128 after 127.
+
+    Raises:
+        OverflowError: integers on the host are too large for JAX, which would cut them.
     """
+    if is_too_wide(value):
+        raise OverflowError(
+            f"WeightedSum: integers must fit into {largest_integer().bit_length() + 1} bits, got "
+            f"{np.max(np.abs(np.asarray(value, object)))}. Add up on the host what is larger, or "
+            "switch jax_enable_x64 on."
+        )
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jnp.inexact):
         return value.astype(widen(jnp.float32, value.dtype))
     if not (jnp.issubdtype(value.dtype, jnp.integer) or value.dtype == jnp.bool_):
         return value  # keys: refused elsewhere, in words
-    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+    if largest_integer() > LARGEST:
         return value.astype(jnp.int64)
     # uint32 too: from 2**31 on it comes out negative, and a negative weight is a bad one
     return value.astype(jnp.int32)
+
+
+def largest_integer() -> int:
+    """The largest integer that JAX has a dtype for as it is set up: one of 32 bits, or of 64."""
+    x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    return 2**63 - 1 if x64 else LARGEST
+
+
+def is_too_wide(value: Any, end: int | None = None) -> bool:
+    """Whether it holds integers on the host that JAX would cut, or that lie beyond `end`."""
+    if not isinstance(value, int | np.integer | np.ndarray) or not np.size(value):
+        return False
+    array = np.asarray(value)  # of objects, where Python's integers pass 64 bits
+    if array.dtype.kind not in "iuO":
+        return False
+    end = largest_integer() if end is None else end
+    return bool(array.max() > end or array.min() < -end - 1)
 
 
 def is_bad(weights: Array) -> Array:
@@ -83,16 +111,22 @@ def is_bad(weights: Array) -> Array:
 
 
 def as_sum(value: Array) -> Sum:
-    """A widened scalar, in halves if it is an integer of 32 bits."""
+    """A widened number or array of them, in halves where they are integers of 32 bits."""
     return Count(value >> 16, value & 0xFFFF) if value.dtype == jnp.int32 else value
 
 
-def sum_weights(weights: Array) -> tuple[Sum, Array]:
+def sum_weights(weights: Array, axis: tuple[int, ...] | None = None) -> tuple[Sum, Array]:
     """The sum of all weights that can count, exact for integers, and how many cannot.
 
     Both come out of one reduction, because in the global view of `jit` each reduction over rows is
     an all-reduce.
+
+    Args:
+        weights: any shape.
+        axis: the axes to sum over, each at least 0; all where None. The others stay.
     """
+    axis = tuple(range(weights.ndim)) if axis is None else axis
+    summed = math.prod(weights.shape[i] for i in axis)
     bits = _bits(weights.dtype)
     weights = as_wide(weights)
     bad = is_bad(weights)
@@ -100,12 +134,12 @@ def sum_weights(weights: Array) -> tuple[Sum, Array]:
     if weights.dtype == jnp.int32:
         # Digits so small that their sums over all rows fit, and one digit where the dtype was
         # narrow: bools need no more.
-        width = max(1, 31 - max(weights.size - 1, 0).bit_length())
+        width = min(16, max(1, 31 - max(summed - 1, 0).bit_length()))
         places = range(0, bits, width)
-        digits = [(kept >> place) & (2**width - 1) for place in places]
-        *sums, count = _sum_each([*digits, bad.astype(jnp.int32)])
-        return _from_digits(list(zip(sums, places, strict=True))), count
-    total, count = _sum_each([kept, bad.astype(kept.dtype)])
+        digits = [_take_digit(kept, place, width, bits) for place in places]
+        *sums, count = _sum_each([*digits, bad.astype(jnp.int32)], axis)
+        return _from_digits(list(zip(sums, places, strict=True)), width), count
+    total, count = _sum_each([kept, bad.astype(kept.dtype)], axis)
     return total, count.astype(jnp.int32)
 
 
@@ -169,6 +203,8 @@ def _add(a: Sum, b: Sum) -> Sum:
 
 def _checked(sums: Sequence[Sum], bad: Array, dtypes: Sequence[Any]) -> tuple[Array, Array]:
     total, fits = _to_number(sums[0], dtypes[0])
+    if fits.ndim > bad.ndim:  # one weight for a whole array: it is bad if any element does not fit
+        fits = jnp.all(fits)
     return total, to_weight(sums[1], bad | ~fits, dtypes[1])
 
 
@@ -191,14 +227,23 @@ def _bits(dtype: Any) -> int:
     return min(31, int(jnp.iinfo(dtype).max).bit_length())
 
 
-def _sum_each(arrays: list[Array]) -> list[Array]:
-    stacked = jnp.stack(arrays)
-    sums = jnp.sum(stacked, axis=tuple(range(1, stacked.ndim)))
+def _sum_each(arrays: list[Array], axis: tuple[int, ...]) -> list[Array]:
+    sums = jnp.sum(jnp.stack(arrays), axis=tuple(i + 1 for i in axis))
     return [sums[i] for i in range(len(arrays))]
 
 
-def _from_digits(digits: list[tuple[Array, int]]) -> Count:
+def _take_digit(value: Array, place: int, width: int, bits: int) -> Array:
+    value = value >> place if place else value
+    return value & (2**width - 1) if place + width < bits else value  # the last has no more bits
+
+
+def _from_digits(digits: list[tuple[Array, int]], width: int) -> Count:
     """The number that sums of digits stand for, each with the place of its lowest bit."""
+    if len(digits) == 1:
+        only = digits[0][0]
+        return Count(only >> 16, only & 0xFFFF)
+    if width == 16:  # two digits, as nearly always: the halves themselves
+        return Count(digits[1][0], digits[0][0]).carried()
     high, low = [], []
     for digit, place in digits:
         if place < 16:

@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.weighting.sums import WeightedSum
+from jax_ddp_weighting.weighting.sums import WeightedSum, check_shapes
 
 LossFn = Callable[..., Any]
 """`(params, batch) -> WeightedSum`, or a dict of them; with `rng` as a third argument if one is
@@ -37,16 +37,34 @@ def check_scalars(
         ValueError: one is no scalar.
     """
     for name, each in terms.items():
-        if not (is_number(each.total) and is_number(each.weight, real=True)):
-            raise TypeError(
-                f"{returned_by} must return sums of numbers, got total {describe(each.total)} and "
-                f"weight {describe(each.weight)} for {called}{name!r}. weighted_sum makes them."
-            )
+        _check_numbers(each, returned_by, f"{called}{name!r}")
         if jnp.shape(each.total) != () or jnp.shape(each.weight) != ():
             raise ValueError(
                 f"{returned_by} must return scalar sums, got total {jnp.shape(each.total)} and "
-                f"weight {jnp.shape(each.weight)} for {called}{name!r}. weighted_sum makes them."
+                f"weight {jnp.shape(each.weight)} for {called}{name!r}. weighted_sum makes them. "
+                "Sums of arrays, such as a confusion matrix, are for evaluate."
             )
+
+
+def check_arrays(terms: Mapping[str, WeightedSum], *, returned_by: str) -> None:
+    """Raises unless every sum is one of real numbers, or of arrays of them in shapes that fit.
+
+    Raises:
+        TypeError: a total or a weight is no real number.
+        ValueError: a weight has another shape than its total, and is no scalar.
+    """
+    for name, each in terms.items():
+        _check_numbers(each, returned_by, repr(name), real=True)
+        check_shapes(each, caller=returned_by, noun=f" for {name!r}")
+
+
+def _check_numbers(each: WeightedSum, returned_by: str, called: str, *, real: bool = False) -> None:
+    if not (is_number(each.total, real=real) and is_number(each.weight, real=True)):
+        raise TypeError(
+            f"{returned_by} must return sums of {'real ' * real}numbers, got total "
+            f"{describe(each.total)} and weight {describe(each.weight)} for {called}. weighted_sum "
+            "makes them."
+        )
 
 
 def is_number(value: Any, *, real: bool = False) -> bool:

@@ -4,6 +4,7 @@ Whatever leaves an example out, or makes it count less, is a weight here: paddin
 labels, class weights, token weights, fractional weights.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,16 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Scalar
+from jaxtyping import Array
 
 from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.counts import (
+    DOES_NOT_FIT,
     LARGEST,
     add_checked,
     as_wide,
     is_bad,
+    is_too_wide,
     psum_checked,
     sum_weights,
     to_weight,
@@ -47,9 +50,16 @@ class WeightedSum:
     A weight is finite and at least 0. One that is not, or a sum of int32 that passes 2**31 - 1, is
     a bad weight: it stays negative or NaN in whatever it is added to, and its mean is NaN.
 
+    Both may be arrays of one shape, such as one element a class or a bin, for `evaluate` and for
+    sums of your own; a loss is a scalar. Everything here is elementwise: an element without weight
+    has mean 0, and a bad weight spoils its own element alone. One scalar weight may stand for all
+    elements of a total. The mean over the elements that are there, and no others, is
+    `sum.mean()[sum.weight > 0].mean()`.
+
     Attributes:
-        total: sum of weight times loss, a scalar of at least float32.
-        weight: sum of the weights, a scalar; an integer when the weights were integers.
+        total: sum of weight times loss, a scalar or an array of at least float32.
+        weight: sum of the weights, of the shape of `total` or a scalar; an integer when the weights
+            were integers.
         beyond: what `total` and `weight` leave out, as a `WeightedSum` of floats: in what
             `value_and_grad` reports, an integer of 32 bits that cannot hold its sum is 2**31 - 1,
             and the rest is here. None in all other sums.
@@ -58,6 +68,12 @@ class WeightedSum:
         >>> first, second = WeightedSum(1.0, 1), WeightedSum(9.0, 3)
         >>> float((first + second).mean())  # the mean of the two means would be 2.0
         2.5
+
+        Of three classes the last is absent:
+
+        >>> found = WeightedSum(np.array([3, 1, 0]), np.array([4, 4, 0]))
+        >>> found.mean().tolist(), float(found.mean()[found.weight > 0].mean())
+        ([0.75, 0.25, 0.0], 0.5)
     """
 
     total: Any
@@ -71,10 +87,18 @@ class WeightedSum:
         if not isinstance(other, WeightedSum):
             return NotImplemented
         totals, weights = (self.total, other.total), (self.weight, other.weight)
+        for each in (self, other):
+            check_shapes(each, caller="WeightedSum.__add__")
+        for name, (one, more) in (("totals", totals), ("weights", weights)):
+            if np.shape(one) != np.shape(more):
+                raise ValueError(
+                    f"WeightedSum.__add__: {name} must have one shape, got {np.shape(one)} and "
+                    f"{np.shape(more)}. Sums of other classes or bins do not add."
+                )
         if any(isinstance(each, jax.Array) for each in (*totals, *weights)):
             total, weight = add_checked(totals, weights)
         else:  # on the host: Python's numbers have no end, and numpy's are as wide as need be
-            total, weight = sum(map(_widen_host, totals)), sum(map(_widen_host, weights))
+            total, weight = _add_on_host(*totals), _add_host_weights(*weights)
         beyond = [each.beyond for each in (self, other) if each.beyond is not None]
         return WeightedSum(total, weight, sum(beyond) if beyond else None)
 
@@ -84,12 +108,17 @@ class WeightedSum:
 
     def psum(self, axis_name: AxisName) -> "WeightedSum":
         """The sum over all ranks of a mapped axis, the same on every rank."""
+        check_shapes(self, caller="WeightedSum.psum")
         total, weight = psum_checked(self.total, self.weight, axis_name)
         return WeightedSum(total, weight, self.beyond and self.beyond.psum(axis_name))
 
     def whole(self) -> "WeightedSum":
         """The same with nothing left `beyond`: as floats, if anything may be."""
-        total, weight = as_wide(self.total), as_wide(self.weight)
+        total, weight = (
+            # no integer of JAX's holds it, and all that comes of it is a mean
+            as_wide(np.asarray(each, np.float64) if is_too_wide(each) else each)
+            for each in (self.total, self.weight)
+        )
         if self.beyond is None:
             return WeightedSum(total, weight)
         return WeightedSum(
@@ -99,11 +128,12 @@ class WeightedSum:
             )
         )
 
-    def mean(self) -> Scalar:
+    def mean(self) -> Array:
         """`total / weight`; 0, with gradient 0, where the weight is 0. The weight gets none.
 
-        NaN where the weight is negative, NaN or infinite.
+        NaN where the weight is negative, NaN or infinite. Elementwise, in the shape of `total`.
         """
+        check_shapes(self, caller="WeightedSum.mean")
         whole = self.whole()
         mean = divide(whole.total, whole.weight)
         return jnp.where(is_bad(whole.weight), jnp.nan, mean).astype(mean.dtype)
@@ -116,11 +146,16 @@ class WeightedSum:
 
         Args:
             value: a scalar that is the same on every rank, such as half the squared norm of the
-                parameters.
+                parameters. An array of the shape of `weight`, or any array beside a scalar weight,
+                gives a sum of arrays.
 
         Returns:
-            A `WeightedSum` of integer weight 1 or 0. It takes no divisor in `value_and_grad`, for
-            its total is added up over ranks and microbatches: what scales it is its coefficient.
+            A `WeightedSum` of integer weight 1 or 0, in the shape of `weight`. It takes
+            no divisor in `value_and_grad`, for its total is added up over ranks and microbatches:
+            what scales it is its coefficient.
+
+        Raises:
+            ValueError: `value` has another shape than that.
 
         Example:
             >>> nll = WeightedSum(jnp.float32(6.0), jnp.int32(4))
@@ -129,11 +164,21 @@ class WeightedSum:
             0.25
         """
         present = jnp.asarray(self.weight) > 0
+        if present.ndim and np.shape(value) not in ((), present.shape):
+            raise ValueError(
+                "WeightedSum.once: value must be a scalar or have the shape of weight, got "
+                f"{np.shape(value)} and weight {present.shape}."
+            )
         value, weight = jnp.where(present, value, 0.0), present.astype(jnp.int32)
         return WeightedSum(value, weight, counted_once=True)
 
 
-def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
+def weighted_sum(
+    losses: Array,
+    weights: Array | None = None,
+    *,
+    axis: int | tuple[int, ...] | None = None,
+) -> WeightedSum:
     """Sum of weight times loss, beside the sum of the weights.
 
     The rule: every kind of exclusion is a weight. Ignored labels, padding rows, class weights,
@@ -146,26 +191,42 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
         weights: the shape of `losses`, each at least 0; every loss weighs 1 when None. Integer
             (or bool) weights are summed as integers, exactly, up to 2**31. No gradient flows into
             them.
+        axis: the axis, or axes, to sum over; all of them when None. Those that are left make a sum
+            of arrays, for `evaluate`: `axis=0` of `[rows, classes]` sums each class by itself.
 
     Returns:
-        A `WeightedSum` of scalars. The total is float32, or float64 for float64 losses; hits given
-        as bools with integer weights are counted in integers. A loss of weight 0 cannot poison it,
+        A `WeightedSum` of scalars, or of arrays of the axes that are left. The total is float32, or
+        float64 for float64 losses; hits given as bools with integer weights are counted in
+        integers. A loss of weight 0 cannot poison it,
         not even as NaN or infinity, and receives gradient 0. What made the NaN can still poison a
         gradient further up, since 0 times an infinite derivative is NaN: feed padding rows finite
         data, as `batches` does, or begin the loss function with
         `x = jnp.where(weights[:, None] > 0, x, 0)`.
 
     Raises:
-        ValueError: `weights` has another shape than `losses`.
+        TypeError: `axis` is no integer and no tuple of them.
+        ValueError: `weights` has another shape than `losses`; `losses` has no such axis, or it is
+            named twice.
 
     Example:
         >>> losses = jnp.array([2.0, 4.0, jnp.nan])
         >>> float(weighted_sum(losses, jnp.array([0.25, 0.25, 0.0])).mean())
         3.0
+
+        The mean of each class, where a class of three is absent; and what share of rows it has:
+
+        >>> losses, classes = jnp.array([2.0, 4.0, 5.0]), jnp.array([0, 0, 2])
+        >>> is_class = jax.nn.one_hot(classes, 3, dtype=jnp.int32)  # [rows, classes]
+        >>> found = weighted_sum(jnp.repeat(losses[:, None], 3, axis=1), is_class, axis=0)
+        >>> found.mean().tolist(), found.weight.tolist()
+        ([3.0, 0.0, 5.0], [2, 0, 1])
+        >>> [round(share, 2) for share in weighted_sum(is_class, axis=0).mean().tolist()]
+        [0.67, 0.0, 0.33]
     """
     losses = jnp.asarray(losses)
+    axes = _check_axis(axis, losses)
     if weights is None:
-        return _count_all(losses)
+        return _count_all(losses, axes)
     weights = lax.stop_gradient(jnp.asarray(weights))
     if weights.shape != losses.shape:
         raise ValueError(
@@ -181,19 +242,43 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
     else:
         dtype = widen(jnp.float32, losses.dtype)
         dtype = widen(dtype, wide) if fractional else dtype
-    weight, bad = sum_weights(weights)
+    weight, bad = sum_weights(weights, axes)
     # a bad weight is in no product either: 0 times the gradient of NaN would be NaN
     weights = jnp.where(is_bad(weights), 0, weights).astype(dtype)
     # a scalar 0: zeros made like the losses forget how they lie over Explicit axes
     kept = jnp.where(weights != 0, losses, jnp.zeros((), losses.dtype)).astype(dtype)
-    return WeightedSum(jnp.sum(kept * weights), to_weight(weight, bad, wide))
+    return WeightedSum(jnp.sum(kept * weights, axis=axes), to_weight(weight, bad, wide))
 
 
-def _count_all(losses: Array) -> WeightedSum:
+def _count_all(losses: Array, axes: tuple[int, ...]) -> WeightedSum:
     """The sum of losses that weigh 1 each: how many they are is no sum, and known beforehand."""
-    dtype = jnp.int32 if losses.dtype == jnp.bool_ else widen(jnp.float32, losses.dtype)
-    weight = jnp.asarray(losses.size, jnp.int32 if losses.size <= LARGEST else jnp.float32)
-    return WeightedSum(jnp.sum(losses.astype(dtype)), weight)
+    size = math.prod(losses.shape[i] for i in axes)
+    counted = jnp.int32 if size <= LARGEST else jnp.float32
+    dtype = counted if losses.dtype == jnp.bool_ else widen(jnp.float32, losses.dtype)
+    total = jnp.sum(losses.astype(dtype), axis=axes)
+    return WeightedSum(total, jnp.full(total.shape, size, counted))
+
+
+def _check_axis(axis: int | tuple[int, ...] | None, losses: Array) -> tuple[int, ...]:
+    """The axes to sum over, counted from the front."""
+    if axis is None:
+        return tuple(range(losses.ndim))
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    found = []
+    for each in axes:
+        number = check_integer(
+            "weighted_sum: axis",
+            each,
+            -losses.ndim,
+            losses.ndim - 1,
+            rule=f"be an axis of losses {losses.shape}, or a tuple of them",
+        )
+        found.append(number % losses.ndim)
+    if len(set(found)) < len(found):
+        raise ValueError(
+            f"weighted_sum: axis must name each axis once, got {axis!r} for losses {losses.shape}."
+        )
+    return tuple(found)
 
 
 def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]:
@@ -248,8 +333,61 @@ def divide(total: Any, weight: Any) -> Array:
     return jnp.where(empty, jnp.zeros((), dtype), total.astype(dtype) / safe)
 
 
+def check_shapes(each: WeightedSum, *, caller: str, noun: str = "") -> None:
+    """Raises `ValueError` unless there is one weight for each element of the total, or one for all.
+
+    Broadcasting would let a weight by row divide columns, wherever the lengths happen to agree.
+    """
+    total, weight = np.shape(each.total), np.shape(each.weight)
+    if weight not in ((), total):
+        raise ValueError(
+            f"{caller}: weight must have the shape of total, or be a scalar, got weight {weight} "
+            f"and total {total}{noun}. jnp.broadcast_to spells out a weight that several elements "
+            "share."
+        )
+
+
+def _add_on_host(a: Any, b: Any) -> Any:
+    a, b = _widen_host(a), _widen_host(b)
+    with np.errstate(over="ignore"):
+        total = a + b
+    if _is_int64(a) and _is_int64(b) and np.any((a ^ total) & (b ^ total) < 0):  # wrapped round
+        total = a.astype(object) + b.astype(object)
+    if (
+        isinstance(total, np.ndarray)
+        and total.dtype == object
+        and not is_too_wide(total, 2**63 - 1)
+    ):
+        total = total.astype(np.int64)
+    return total
+
+
+def _add_host_weights(a: Any, b: Any) -> Any:
+    """The sum of two weights, bad where one of them is: -1 and 3 are not 2."""
+    a, b = _widen_host(a), _widen_host(b)
+    total = _add_on_host(a, b)
+    bad = _is_bad_on_host(a) | _is_bad_on_host(b)
+    if not np.any(bad):
+        return total
+    whole = isinstance(total, int) or np.asarray(total).dtype.kind in "iuO"
+    marked = np.where(bad, DOES_NOT_FIT if whole else np.nan, total)
+    return marked if np.ndim(total) else marked.item()
+
+
+def _is_bad_on_host(weight: Any) -> Any:
+    return ~(np.asarray(weight >= 0) & np.asarray(weight != np.inf)).astype(bool)
+
+
+def _is_int64(value: Any) -> bool:
+    return isinstance(value, np.generic | np.ndarray) and value.dtype == np.int64
+
+
 def _widen_host(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        value = np.asarray(value)  # a list would be made longer
     if not isinstance(value, np.generic | np.ndarray):
         return value
+    if value.dtype == np.uint64:
+        return value.astype(object)  # numpy adds them to int64 as floats
     least = np.float32 if jnp.issubdtype(value.dtype, jnp.inexact) else np.int64
     return value.astype(np.promote_types(least, value.dtype))

@@ -97,7 +97,7 @@ def test_bad_arguments_of_the_check_are_refused(record, timeout_s, error, messag
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((RECORD, 0, "m"), TypeError, r"plan must be an EpochPlan, got EpochRecord"),
+        ((RECORD, 0, "m"), TypeError, r"plan must be an EpochPlan, .* got EpochRecord"),
         ((PLAN, -1, "m"), ValueError, r"epoch must be an integer of at least 0, got -1"),
         ((PLAN, 0, np.arange(3)), TypeError, r"manifest_hash must be a string, got array"),
         ((PLAN, 0, ""), ValueError, r"manifest_hash must not be empty"),

@@ -165,7 +165,7 @@ def test_numbers_are_checked_at_once(change, error, message):
 @pytest.mark.parametrize("plan", [DistributedSampler(8, 1, 0), [0, 1, 2], 8])
 def test_what_is_no_plan_is_refused_in_words(plan):
     name = type(plan).__name__
-    with pytest.raises(TypeError, match=f"batches: plan must be an EpochPlan, got {name}. Make"):
+    with pytest.raises(TypeError, match=f"batches: plan must be an EpochPlan, .* got {name}. Make"):
         batches(plan, 0, lambda ids: ids, data_mesh(1))
 
 

@@ -77,10 +77,15 @@ alike = jax.device_put([seen[0].ids, seen[0].weights], NamedSharding(mesh, P()))
 shows(gather_by_id(*alike, jax.device_put(seen[0].ids * 2, NamedSharding(mesh, P()))))
 
 def metric(batch):
-    return {"even": jdw.weighted_sum(batch.data % 20 == 0, batch.weights)}
+    is_bin = batch.data[:, None] == 10 * jnp.arange(2, 14)  # as many as rows; the last is absent
+    return {
+        "even": jdw.weighted_sum(batch.data % 20 == 0, batch.weights),
+        "bins": jdw.weighted_sum(is_bin, is_bin * batch.weights[:, None], axis=0),
+    }
 
 found = jdw.evaluate(metric, iter(seen), mesh)
 print(found["even"], found.sums["even"].total, found.accepted)
+print(found.sums["bins"].total.tolist(), found["bins"][-2:])
 
 print("errors")
 fails([[0, 1], [1, 2]][rank], [1, 1], [[0, 1], [5, 2]][rank])
@@ -115,6 +120,7 @@ TWO_SHOWN = """\
 (13, 4) [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120]
 {replicated}
 0.5384615384615384 7 13
+[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0] [ 1. nan]
 errors
 ValueError gather_by_id: predictions must agree where rows claim one id, got different ones for \
 id 1: row 1 on process 0, row 0 on process 1. Neither can be believed: padding rows and copies \

@@ -35,6 +35,14 @@ def ignoring(params, batch):
     return weighted_sum((x @ params["w"] + params["b"] - y) ** 2, valid)
 
 
+def all_three(params, batch):
+    return {
+        "weighted": loss_fn(params, batch),
+        "unweighted": unweighted(params, batch),
+        "ignoring": ignoring(params, batch),
+    }
+
+
 def end(mesh, fn, tx, **options):
     step = make_train_step(fn, mesh, grad_norm=True, **options)
     state = new_state(tx)
@@ -43,24 +51,36 @@ def end(mesh, fn, tx, **options):
     return jax.device_get((state.params, report.loss.value, report.grad_norm))
 
 
+COEFFICIENTS = {"weighted": 1.0, "unweighted": 0.5, "ignoring": 2.0}
+
+
 @pytest.mark.parametrize("axes", ["same", "others"])
-@pytest.mark.parametrize("fn", [loss_fn, unweighted, ignoring])
 @pytest.mark.parametrize("engine", STEP_ENGINES)
-def test_a_mesh_that_the_program_has_set_changes_nothing(engine, fn, axes):
+def test_a_mesh_that_the_program_has_set_changes_nothing(engine, axes):
     devices = jax.devices()[:4]
     ours = jax.make_mesh((4,), ("data",), devices=devices)  # of type Explicit, JAX's default
-    theirs = ours if axes == "same" else jax.make_mesh((2, 2), ("x", "y"), devices=devices)
+    if axes == "same":
+        theirs, fn, options = ours, all_three, {"coefficients": COEFFICIENTS}
+        tx = optax.chain(optax.trace(0.9), optax.adam(0.1))
+    else:
+        theirs, fn, options = jax.make_mesh((2, 2), ("x", "y"), devices=devices), loss_fn, {}
+        tx = optax.chain(optax.trace(0.9), weighted_multi_steps(optax.adam(0.1), 2))
     assert set(theirs.axis_types) == {AxisType.Explicit}
-    tx = optax.chain(optax.trace(0.9), weighted_multi_steps(optax.adam(0.1), 2))
-    right = end(data_mesh(1), fn, tx)
+    right = end(data_mesh(1), fn, tx, **options)
     with jax.set_mesh(theirs):
-        found = end(ours, fn, tx, engine=engine, microbatches=2)
+        found = end(ours, fn, tx, engine=engine, microbatches=2, **options)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, right)
 
 
-@pytest.mark.parametrize("engine", STEP_ENGINES)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("weights", [np.int32, np.float32])
+@pytest.mark.parametrize(
+    ("engine", "dtype", "weights"),
+    [
+        ("shard_map", jnp.float32, np.int32),
+        ("shard_map", jnp.bfloat16, np.float32),
+        ("jit", jnp.bfloat16, np.int32),
+        ("pmap", jnp.float32, np.float32),
+    ],
+)
 def test_strict_promotion_is_for_the_programs_own_arithmetic(engine, dtype, weights):
     def fn(params, batch):
         return weighted_sum((params["w"] - batch.data) ** 2, batch.weights)

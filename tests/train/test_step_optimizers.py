@@ -105,8 +105,10 @@ LOOKING = {
 }
 
 
-@pytest.mark.parametrize("run", [linen_run, nnx_run])
-@pytest.mark.parametrize("name", LOOKING)
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [*((name, linen_run) for name in LOOKING), ("momo", nnx_run), ("backtracking", nnx_run)],
+)
 def test_value_gradient_and_function_are_the_whole_steps(name, run):
     tx, steps = LOOKING[name], 5
     right = one_device_run(tx, steps)

@@ -87,7 +87,7 @@ def test_rows_are_kept_or_not_whatever_the_kind_of_key(impl):
         return int(report.loss.terms["loss"].total)
 
     order = np.arange(12)
-    splits = [(w, k, order) for w in (1, 2, 4) for k in (1, 3)] + [(2, 2, order[::-1])]
+    splits = [(1, 1, order), (2, 3, order), (4, 1, order), (2, 2, order[::-1])]
     found = {run(*split) for split in splits}
     assert len(found) == 1
     assert 0 < found.pop() < 2**12 - 1  # a bit per row, some of each

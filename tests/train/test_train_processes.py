@@ -44,7 +44,7 @@ def differences(one, other):
     ]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [3])
 def test_processes_have_the_losses_and_parameters_of_one(processes, alone, tmp_path):
     # as a user runs it; the launcher kills its processes at the limit, and this one the launcher
     record = tmp_path / "steps.npz"
