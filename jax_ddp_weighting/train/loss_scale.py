@@ -47,9 +47,7 @@ def is_scale(node: Any) -> bool:
 
 def are_finite(gradients: PyTree) -> Bool[Array, ""]:
     """Whether no entry of any gradient is infinite or NaN."""
-    return jnp.all(
-        jnp.stack([jnp.all(jnp.isfinite(each)) for each in jax.tree.leaves(gradients)])
-    )
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(each)) for each in jax.tree.leaves(gradients)]))
 
 
 def update_scale(scale: DynamicScale, finite: Array, skipped: Array) -> DynamicScale:

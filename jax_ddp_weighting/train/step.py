@@ -211,9 +211,7 @@ def global_step(
         has_accepted=True,
     )
 
-    def rank_gradient(
-        everywhere: tuple[PyTree, PyTree, Any, PyTree, Varying], batch: Batch
-    ) -> Any:
+    def rank_gradient(everywhere: tuple[PyTree, PyTree, Any, PyTree, Varying], batch: Batch) -> Any:
         params, state, rng, replicated, varying = everywhere
         gradient = fixed
         if varying.coefficients:

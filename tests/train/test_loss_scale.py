@@ -195,7 +195,9 @@ def test_by_hand_a_traced_coefficient_scales_and_gradients_are_divided_in_float3
 def test_a_gradient_in_float32_that_widens_an_optimizers_state_is_refused_in_words():
     step = make_train_step(loss_fn, data_mesh(1))
     state = state_of(DynamicScale(), optax.adam(0.1), jnp.float16)
-    with pytest.raises(TypeError, match=r"keep its state in float32 .* got float16 at opt_state.*mu"):
+    with pytest.raises(
+        TypeError, match=r"keep its state in float32 .* got float16 at opt_state.*mu"
+    ):
         step(state, batch_of(TINY))
     wide = state.tx.init({"w": jnp.zeros(2)})
     state, report = step(state.replace(opt_state=wide), batch_of(TINY))
