@@ -1,12 +1,16 @@
 """One plan through three loaders: the same ids on every rank, each example once an epoch.
 
 Plain numpy always; torch's DataLoader and grain's where they are installed (extras `torch` and
-`grain`). Beside each stands what the loader's own sharding reads of the same data.
+`grain`). Beside each stands what the loader's own sharding reads of the same data. Then orders that
+are drawn anew in every epoch, by weight and as a mixture, feed a training step.
 """
 
 import importlib.util
 
+import jax.numpy as jnp
 import numpy as np
+import optax
+from flax.training.train_state import TrainState
 
 import jax_ddp_weighting as jdw
 
@@ -77,12 +81,59 @@ LOADERS = {
 }
 
 
+DRAWN = {
+    "weighted draw": jdw.weighted_order(np.arange(1, EXAMPLES + 1), EXAMPLES, seed=5),
+    "mixture": jdw.mixture_order([90, EXAMPLES - 90], [0.8, 0.2], EXAMPLES, seed=5),
+}
+
+
+def drawn_batches(rank, epoch, order, rows):
+    """A rank's batches of an epoch's own order, by torch's loader where it is installed."""
+    sampler = jdw.DistributedSampler(DATA, RANKS, rank, order=order, tail="mask")
+    sampler.set_epoch(epoch)
+    if importlib.util.find_spec("torch"):
+        from torch.utils.data import DataLoader
+
+        read = [batch.numpy() for batch in DataLoader(DATA, batch_size=rows, sampler=sampler)]
+    else:
+        ids = sampler.indices()
+        read = [DATA[ids[start : start + rows]] for start in range(0, len(ids), rows)]
+    # a rank whose last round is padding has a row less: `join_batches` fills it up
+    return [jdw.Batch.of(numbers / np.float32(10), ids=numbers // 10) for numbers in read]
+
+
+def train_on(order):
+    """The mean of what was drawn, learned by a step from ranks' own loaders."""
+    mesh = jdw.data_mesh(RANKS)
+
+    def loss_fn(params, batch):
+        return jdw.weighted_sum((params["mean"] - batch.data) ** 2, batch.weights)
+
+    step = jdw.make_train_step(loss_fn, mesh)
+    params = {"mean": jnp.float32(50)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.05))
+    weights = []
+    for epoch in range(EPOCHS):
+        streams = [drawn_batches(rank, epoch, order, BATCH) for rank in range(RANKS)]
+        read = [[] for _ in range(RANKS)]
+        for batch in jdw.join_batches(streams, mesh, name=f"epoch {epoch}"):
+            state, report = step(state, batch)
+            weights.append(float(report.weight))
+            ids, counts = (np.asarray(x).reshape(RANKS, -1) for x in (batch.ids, batch.weights))
+            for rank in range(RANKS):
+                read[rank] += ids[rank][counts[rank] > 0].tolist()
+        drawn = order(epoch)
+        assert read == [drawn[rank::RANKS].tolist() for rank in range(RANKS)]
+    return float(state.params["mean"]), sum(weights)
+
+
 def ids_read(batches, epoch):
     """The ids that each rank's batches held, in order."""
     return [np.concatenate(batches(rank, epoch)) // 10 for rank in range(RANKS)]
 
 
 def main():
+    jdw.force_cpu_devices(RANKS)
     here = [name for name in LOADERS if importlib.util.find_spec(name)]
     missing = [name for name in LOADERS if name not in here]
     if "grain" in here:
@@ -109,6 +160,14 @@ def main():
                     f" {audit.num_duplicated} twice and {audit.num_omitted} never"
                 )
             print(line)
+
+    for name, order in DRAWN.items():
+        mean, rows = train_on(order)
+        drawn = np.mean([order(epoch).mean() for epoch in range(EPOCHS)])
+        print(
+            f"{name}: {rows:.0f} rows of {EPOCHS} epochs, new in each, mean {drawn:.1f}, learned"
+            f" {mean:.1f}; of all examples {np.mean(DATA / 10):.1f}"
+        )
 
 
 if __name__ == "__main__":

@@ -16,9 +16,12 @@ FLOORS = (
 
 PUBLIC = {
     "sampling": (
-        *("BudgetPlan", "CoverageError", "DistributedSampler", "EpochAudit", "EpochPlan"),
-        *("Ledger", "PackedPlan", "PackedRows", "PaddingReport", "Slots", "StepPadding"),
-        *("audit_ids", "keyed_order", "manifest_hash", "pack_rows", "torch_order"),
+        *("BudgetPlan", "CoverageError", "DistributedBatchSampler", "DistributedSampler"),
+        *("EpochAudit", "EpochPlan", "GroupedOrder", "Ledger", "MixtureOrder", "PackedPlan"),
+        *("PackedRows", "PaddingReport", "SamplerOrder", "ShardedIterable", "Slots"),
+        *("SourceAudit", "StepPadding", "WeightedOrder", "audit_ids", "grouped_order"),
+        *("keyed_order", "manifest_hash", "mixture_order", "pack_rows", "sampler_order"),
+        *("torch_order", "weighted_order"),
     ),
     "distributed": ("ENGINES", "data_mesh", "force_cpu_devices"),
     "data": (

@@ -71,7 +71,67 @@ def of(file: str, tests: tuple[str, ...], *changes: tuple[str, ...]) -> list[Mut
     return [Mutation(name, file, text, put, tests, *rest) for name, text, put, *rest in changes]
 
 
+ORDERS = ("sampling/test_drawn_orders.py", "sampling/test_order_functions.py")
+
 MUTATIONS = [
+    *of(
+        "sampling/draws.py",
+        ORDERS,
+        (
+            "what was drawn is drawn again",
+            "rest[picked] = False",
+            "rest[picked[:1]] = False",
+            "sampling/test_drawn_orders.py::test_draws_without_replacement_are_different_ids_above_0",
+        ),
+        (
+            "one draw for all epochs",
+            'derive_key("weighted_order 1:", self.num_samples, self.seed, epoch)',
+            'derive_key("weighted_order 1:", self.num_samples, self.seed)',
+            "sampling/test_order_functions.py::test_a_weighted_draw_is_new_in_each_epoch_and_the_same_on_all_ranks",
+        ),
+    ),
+    *of(
+        "sampling/mixtures.py",
+        ORDERS,
+        (
+            "a source in one order for ever",
+            "epoch = done + int(epochs[run[0]])",
+            "epoch = 0",
+            "sampling/test_drawn_orders.py::test_the_order_within_a_source_is_any_one",
+        ),
+        (
+            "a source that is drawn from too soon",
+            "while to_come and to_come[0][0] <= slot:",
+            "while to_come:",
+            "sampling/test_drawn_orders.py::test_a_mixture_of_any_floats_keeps_its_shares_nearly",
+        ),
+    ),
+    *of(
+        "sampling/order_functions.py",
+        ORDERS,
+        (
+            "an epoch of another length is taken",
+            "if len(order.ids) != self.length:",
+            "if False:",
+            "sampling/test_order_functions.py::test_each_epoch_is_checked_as_an_array_is",
+        ),
+        (
+            "other ids for the same epoch are taken",
+            "if self._digests.setdefault(epoch, order.digest) != order.digest:",
+            "self._digests.setdefault(epoch, order.digest)\n        if False:",
+            "sampling/test_order_functions.py::test_what_changes_when_it_is_asked_again_is_refused",
+        ),
+    ),
+    *of(
+        "data/stopping.py",
+        ("data/test_join_sizes.py",),
+        (
+            "a stream that goes on for nobody makes no room",
+            "return max(stream.rows_per_rank for stream in streams)",
+            "return max(0 if s.ended else s.rows_per_rank for s in streams)",
+            "data/test_join_sizes.py::test_a_stream_that_begins_again_makes_room_for_its_rows",
+        ),
+    ),
     *of(
         "weighting/sums.py",
         (CORNERS, SUMS),

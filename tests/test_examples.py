@@ -77,6 +77,10 @@ def test_loaders_say_which_loaders_they_compared():
     assert missing == [name for name in ("torch", "grain") if not find_spec(name)]
     for name in compared:
         assert len(re.findall(rf"{name}: the same ids, 103 of 103", out)) == 3
+    drawn = re.findall(r"309 rows of 3 epochs, new in each, mean (\S+), learned (\S+); of all", out)
+    assert len(drawn) == 2
+    for mean, learned in drawn:
+        assert abs(float(mean) - float(learned)) < 0.12 * float(mean)
 
 
 def test_digits_nnx_ends_with_one_devices_parameters():

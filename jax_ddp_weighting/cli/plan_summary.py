@@ -169,4 +169,6 @@ def audit_as_dict(audit: EpochAudit) -> dict[str, Any]:
     duplicated = {str(each): count for each, count in audit.duplicated.items()}
     values = asdict(audit) | {"exactly_once": audit.exactly_once, "duplicated": duplicated}
     del values["remedy"]  # what the error says; JSON holds what was found
+    if not audit.sources:  # of a mixture alone
+        del values["sources"]
     return values

@@ -10,7 +10,7 @@ from jax_ddp_weighting._errors import JdwError
 from jax_ddp_weighting._version import __version__
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.coordination import find_differences, name_ranks
-from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, count_steps
+from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, count_steps, find_fingerprint
 from jax_ddp_weighting.sampling.plan import EpochPlan
 
 _log = logging.getLogger("jax_ddp_weighting.agreement")  # as documented
@@ -32,8 +32,9 @@ class EpochRecord:
         seed: the plan's seed.
         epoch: the epoch.
         shuffle: whether ids are read in an order of the epoch's own.
-        order: "keyed", "torch", or the digest of an order of one's own; of other plans what makes
-            their steps, and the shapes of these; and the place from which a resumed plan reads it.
+        order: "keyed", "torch", or the digest of an order of one's own, in this epoch; of other
+            plans what makes their steps, and the shapes of these; the place from which a resumed
+            plan reads it; and the digest of a plan's own weights.
         tail: "mask", "repeat" or "drop".
         batch_size: rows per rank and step; the most, where steps differ.
         steps: steps in the epoch.
@@ -98,12 +99,14 @@ class EpochRecord:
                 "EpochRecord.of: manifest_hash must not be empty, got ''. manifest_hash(ids) makes "
                 "one."
             )
-        fingerprint = plan.fingerprint
+        fingerprint = find_fingerprint(plan, epoch)
         if not isinstance(plan, EpochPlan):
             shapes = ", ".join(f"{rows} x {length}" for rows, length in plan.step_shapes)
             fingerprint["order"] += f", steps of {shapes}"
         if plan.start:  # processes that go on from different places read different ids
             fingerprint["order"] += f" from place {plan.start}"
+        if own := fingerprint.pop("weights", ""):
+            fingerprint["order"] += f" with {own}"
         return cls(
             world_size=plan.num_replicas,
             rank=coordination.this_process()[0],

@@ -11,13 +11,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_ddp_weighting._arguments import check_at_least, list_some
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.data.shards import place_dealt
 from jax_ddp_weighting.data.stopping import (
     ENDED,
     FAILED,
     GOES_ON,
+    MOST_WIDTHS,
+    STOPS,
     Stopping,
+    find_rows,
+    find_width,
     name_holders,
     raise_failure,
 )
@@ -28,8 +33,9 @@ from jax_ddp_weighting.distributed.coordination import Meeting, find_differences
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import RankPlacement
 
-JOIN_CONVENTIONS = ("example", "active_ranks", "initial_ranks")
-"""What a step's gradient is divided by where ranks have unequal data, or none any more."""
+JOIN_CONVENTIONS = ("example", "active_ranks", "initial_ranks", "shortest", "cycle")
+"""Where ranks have unequal data, or none any more: what a step's gradient is divided by, or whether
+all stop with the first stream that ends, or have it begin again."""
 
 
 def join_batches(
@@ -37,6 +43,7 @@ def join_batches(
     mesh: Mesh,
     *,
     convention: str = "example",
+    sizes: Sequence[int] | None = None,
     name: str = "",
     axis_name: AxisName = "data",
     timeout_s: float = 300,
@@ -44,30 +51,41 @@ def join_batches(
     """Streams of unknown and different length as global batches: steps that all ranks take.
 
     The rule: a stream that has ended goes on with rows of weight 0 until all have, so every rank
-    takes every step and its optimizer state stays the others'. What a step is divided by is
-    `convention`:
+    takes every step and its optimizer state stays the others'. What a step is divided by, or what
+    becomes of a stream that has ended, is `convention`:
 
     ================  =============================================================================
     "example"         the weight of all rows: each row counts as its weight. The right one, mostly
     "active_ranks"    ranks that still have rows: the mean of their means (torch's Join with
                       `divide_by_initial_world_size=False`)
     "initial_ranks"   all ranks, ended ones too: what is left pulls less and less (torch's default)
+    "shortest"        as "example", and all stop with the stream that ends first. What the others
+                      have left is not read: an epoch of theirs is not whole
+    "cycle"           as "example", and a stream that ends begins again until all are through: its
+                      rows count again, so short streams count for more. Streams must be lists, or
+                      objects whose `__iter__` begins anew; one without rows has none to begin with
     ================  =============================================================================
 
-    The last two rescale the rows' weights to one vote a stream. They do so per row: under a
-    loss that multiplies in weights of its own, per token, a stream has as many votes as its rows
-    have tokens on average. A stream whose rows all weigh 0 in a step has no mean to vote with.
+    "active_ranks" and "initial_ranks" rescale the rows' weights to one vote a stream. They do so
+    per row: under a loss that multiplies in weights of its own, per token, a stream has as many
+    votes as its rows have tokens on average. A stream whose rows all weigh 0 in a step has no mean
+    to vote with.
     Under "initial_ranks" the votes that are missing are in `Batch.missing`, which `value_and_grad`
     and the training steps count in; your own reduction must too. It is a rule for gradients: a
-    metric has no rows to divide by where a rank is gone, so join what is to be evaluated by one of
-    the other two.
+    metric has no rows to divide by where a rank is gone, so join what is to be evaluated by
+    "example": "shortest" and "cycle" count rows never, and again.
 
-    Whether anybody goes on is agreed by the devices, one step ahead: a number per rank name_holders
-    maximum is started before the step that runs meanwhile and read after it, so the devices never
+    Whether anybody goes on is agreed by the devices, one step ahead: the greatest of a number of
+    each rank is started before the step that runs meanwhile and read after it, so the devices never
     wait for the host. The first batches' form, and a failure, go through the coordination service.
 
     What a stream yields is copied before it is asked for more: it may fill one buffer over and
     over. A batch of no rows is a step in which the stream has nothing, and counts as weight 0.
+
+    All steps have the rows of the first one, unless `sizes` are stated: then each has the least of
+    them that holds the most rows of any rank, so that batches may grow and shrink, as those of a
+    budget of tokens do, and a step compiles once for each size, known before. Which one it is, the
+    devices say together with whether anybody goes on.
 
     If a stream raises, or changes form, every rank takes the steps before, and then every rank
     raises an error that names the rank, the step and the message. If a process does not come to a
@@ -91,7 +109,10 @@ def join_batches(
             rows, the most of any rank, are what all batches are filled up to. Processes that share
             a rank, on a mesh of further axes, must give it the same stream.
         mesh: a mesh with the axis.
-        convention: "example", "active_ranks" or "initial_ranks"; the same on every process.
+        convention: "example", "active_ranks", "initial_ranks", "shortest" or "cycle"; the same on
+            every process.
+        sizes: rows per rank that a step may have, ascending, such as ``[4, 8, 16]``; the same on
+            every process. Only those of the first batches by default.
         name: what this is a stream of, such as ``"epoch 3"``; the same on every process. It tells
             apart processes that have opened unequally many streams so far.
         axis_name: the data axis.
@@ -99,13 +120,13 @@ def join_batches(
 
     Returns:
         An iterator of global batches, every leaf sharded over the axis; as many as the longest
-        stream has. Weights are as they came, or float32 votes.
+        stream has, or the shortest. Weights are as they came, or float32 votes.
 
     Raises:
-        TypeError: `batches` cannot be iterated.
-        ValueError: the convention is unknown, the mesh lacks the axis, holds no device of this
-            process or not one for each stream, or `timeout_s` is not above 0. At once, not at the
-            first batch.
+        TypeError: `batches` cannot be iterated, or with "cycle" not again.
+        ValueError: the convention is unknown, sizes are not ascending, the mesh lacks the axis,
+            holds no device of this process or not one for each stream, or `timeout_s` is not above
+            0. At once, not at the first batch.
         RuntimeError: while iterating: a rank's stream failed, the first batches have different
             forms, or a process is not there.
 
@@ -118,12 +139,19 @@ def join_batches(
         ...     print(batch.data.tolist(), batch.weights.tolist())
         [1.0, 2.0] [1, 1]
         [3.0, 3.0] [1, 0]
+        >>> growing = [Batch.of(np.arange(float(rows))) for rows in (1, 3, 2)]
+        >>> for batch in join_batches(growing, data_mesh(1), sizes=[2, 4]):
+        ...     print(batch.weights.tolist())
+        [1, 0]
+        [1, 1, 1, 0]
+        [1, 1]
     """
     if convention not in JOIN_CONVENTIONS:
         raise ValueError(
             f"join_batches: convention must be one of {', '.join(JOIN_CONVENTIONS)}, got "
             f'{convention!r}. "example" counts every row as its weight.'
         )
+    widths = _check_sizes(sizes)
     coordination.check_timeout("join_batches: timeout_s", timeout_s)
     layout = RankPlacement.here(mesh, axis_name, caller="join_batches")
     ranks = layout.local
@@ -133,13 +161,40 @@ def join_batches(
             "stream is anything that yields Batches."
         )
     several = _split_streams(batches, ranks)
+    streams: list[tuple[Any, tuple[int, ...]]]
     if several is None:
-        streams = [(iter(batches), ranks)]
+        streams = [(batches, ranks)]
     else:
-        streams = [(iter(each), (rank,)) for each, rank in zip(several, ranks, strict=True)]
+        streams = [(each, (rank,)) for each, rank in zip(several, ranks, strict=True)]
+    if convention == "cycle":
+        for stream, _ in streams:
+            _check_begins_again(stream)
     meeting = coordination.next_meeting("join", jax.process_index(), layout.processes)
-    compared = {"convention": convention, "name": name}
-    return _join(streams, layout, meeting, compared, timeout_s)
+    sizes_text = ", ".join(map(str, widths)) or "those of the first batches"
+    compared = {"convention": convention, "name": name, "sizes": sizes_text}
+    return _join(streams, layout, meeting, compared, widths, timeout_s)
+
+
+def _check_sizes(sizes: Sequence[int] | None) -> tuple[int, ...]:
+    if sizes is None:
+        return ()
+    remedy = "They are rows per rank."
+    widths = tuple(check_at_least("join_batches: sizes", each, 1, remedy) for each in sizes)
+    if not widths or list(widths) != sorted(set(widths)) or len(widths) > MOST_WIDTHS:
+        raise ValueError(
+            f"join_batches: sizes must be 1 to {MOST_WIDTHS} different numbers in ascending order, "
+            f"got {list_some(widths) or 'none'}. A step compiles once for each."
+        )
+    return widths
+
+
+def _check_begins_again(stream: Iterable[Any]) -> None:
+    if isinstance(stream, Iterator):
+        raise TypeError(
+            'join_batches: a stream must begin again with convention="cycle", got '
+            f"{type(stream).__name__}, which can be read but once. Give a list, or an object whose "
+            "__iter__ begins anew."
+        )
 
 
 def _split_streams(batches: Any, ranks: tuple[int, ...]) -> Sequence[Any] | None:
@@ -157,20 +212,24 @@ def _split_streams(batches: Any, ranks: tuple[int, ...]) -> Sequence[Any] | None
 
 
 def _join(
-    iterators: list[tuple[Iterator[Any], tuple[int, ...]]],
+    given: list[tuple[Iterable[Any], tuple[int, ...]]],
     layout: RankPlacement,
     meeting: Meeting,
     compared: dict[str, str],
+    widths: tuple[int, ...],
     timeout_s: float,
 ) -> Iterator[Batch]:
-    streams = [Stream(iterator, ranks) for iterator, ranks in iterators]
-    state = _open(streams, layout, meeting, compared, timeout_s)
-    stopping = Stopping(streams, layout, meeting, timeout_s)
+    convention = compared["convention"]
+    streams = [Stream(stream, ranks, again=convention == "cycle") for stream, ranks in given]
+    (state, width), widths = _open(streams, layout, meeting, compared, widths, timeout_s)
+    at_shortest = convention == "shortest"
+    stopping = Stopping(streams, layout, meeting, timeout_s, widths, at_shortest=at_shortest)
     watch = Watch(meeting, layout, stopping, timeout_s)
     step = 0
     try:
         while state == GOES_ON:
-            taken = [_give_votes(stream.take(), compared["convention"]) for stream in streams]
+            rows = [stream.take(widths[width]) for stream in streams]
+            taken = [_give_votes(each, convention) for each in rows]
             batch = place_dealt(taken, layout)
             # asked before the step that the caller runs on this batch, and read after, unless it
             # can be known before without a wait
@@ -179,7 +238,7 @@ def _join(
             watch.enter(step)
             yield batch
             step += 1
-            state = stopping.read(step)
+            state, width = stopping.read(step)
     except GeneratorExit:  # by a break, or an error in the loop
         watch.end(early=True)
         raise
@@ -191,7 +250,7 @@ def _join(
 
 def _give_votes(rows: Batch, convention: str) -> Batch:
     """The rows with the weights that the convention gives them."""
-    if convention == "example":
+    if convention in ("example", "shortest", "cycle"):
         return rows
     total = rows.weights.sum(dtype=np.float64)
     # in float64, and float32 last: a stream's votes add up to one, whatever its weights were
@@ -211,9 +270,14 @@ def _open(
     layout: RankPlacement,
     meeting: Meeting,
     compared: dict[str, str],
+    widths: tuple[int, ...],
     timeout_s: float,
-) -> int:
-    """Agrees with the other processes on what batches look like; whether there are any."""
+) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Agrees with the other processes on what batches look like.
+
+    Returns:
+        The first state and which of the widths the first step has; and the widths.
+    """
     # A process without any rows must make arrays like the others', of this structure and form; a
     # batch of no rows is the last to ask.
     there = [stream for stream in streams if stream.upcoming is not None]
@@ -221,24 +285,32 @@ def _open(
     like = [jax.tree.map(lambda x: x[:0], stream.upcoming) for stream in there]
     said = {
         "compared": compared,
-        "rows": max(stream.rows_per_rank for stream in streams),
+        "rows": find_rows(streams),
         "goes on": bool(there),
+        "ended": any(stream.ended for stream in streams),
         "failed": any(stream.failure for stream in streams),
         "forms": {stream.ranks[0]: stream.format for stream in streams if stream.format},
         "like": _pack(like[0]) if like else None,
     }
-    judge = partial(_judge_opening, layout=layout, timeout_s=timeout_s)
+    most = widths[-1] if widths else None
+    judge = partial(_judge_opening, layout=layout, most=most, timeout_s=timeout_s)
     concluded = json.loads(meeting.conclude(json.dumps(said), judge, timeout_s=timeout_s))
     if concluded["trouble"]:
         raise RuntimeError(concluded["trouble"])
+    widths = widths or (max(1, concluded["rows"]),)
     for stream in streams:
-        stream.settle(max(1, concluded["rows"]), _unpack(concluded["like"]))
+        stream.settle(widths, _unpack(concluded["like"]))
+    state = GOES_ON if concluded["goes on"] else ENDED
+    if concluded["ended"] and compared["convention"] == "shortest":
+        state = STOPS
     if concluded["failed"]:
-        return FAILED
-    return GOES_ON if concluded["goes on"] else ENDED
+        state = FAILED
+    return (state, find_width(concluded["rows"], widths)), widths
 
 
-def _judge_opening(said: dict[int, str], *, layout: RankPlacement, timeout_s: float) -> str:
+def _judge_opening(
+    said: dict[int, str], *, layout: RankPlacement, most: int | None, timeout_s: float
+) -> str:
     each = {process: json.loads(text) for process, text in said.items()}
     absent = [process for process in layout.processes if process not in said]
     forms = {int(rank): form for one in each.values() for rank, form in one["forms"].items()}
@@ -255,6 +327,11 @@ def _judge_opening(said: dict[int, str], *, layout: RankPlacement, timeout_s: fl
             f"join_batches: all ranks must have one form of rows and one convention, got "
             f"{'; '.join(differences)}. Pad rows to one shape, and give them one dtype."
         )
+    elif most is not None and (rows := max(one["rows"] for one in each.values())) > most:
+        trouble = (
+            f"join_batches: a batch must have at most {most} rows per rank, the largest of sizes, "
+            f"got {rows}. State a larger one."
+        )
     with_rows_first = sorted(each.values(), key=lambda one: not one["forms"])
     likes = [one["like"] for one in with_rows_first if one["like"]]
     return json.dumps(
@@ -263,6 +340,7 @@ def _judge_opening(said: dict[int, str], *, layout: RankPlacement, timeout_s: fl
             "failed": any(one["failed"] for one in each.values()),
             "rows": max(one["rows"] for one in each.values()),
             "goes on": any(one["goes on"] for one in each.values()),
+            "ended": any(one["ended"] for one in each.values()),
             "like": likes[0] if likes else None,
         }
     )

@@ -1,6 +1,7 @@
 """A plan's slots as sharded device batches, fetched ahead of the step that needs them."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +22,8 @@ from jax_ddp_weighting.data.row_lengths import RowLengths
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import RankPlacement, check_device_values, id_dtype
-from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, count_steps
+from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, count_steps, find_fingerprint
+from jax_ddp_weighting.sampling.order import GivenOrder
 from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
 
 Fetch = Callable[..., PyTree]
@@ -79,9 +81,9 @@ def batches(
     Returns:
         An iterator of the plan's steps from `start_step` on, every leaf a global array
         `[num_replicas * rows, ...]` sharded over the axis. Ids are int32, or int64 where
-        x64 is on when it is called; weights are int32. (Both are `[rows, most]` for a `PackedPlan`,
-        with -1 at weight 0 where a row holds no further sequence: `Ledger.add` takes them; what
-        tokens weigh is in the data.)
+        x64 is on when it is called; weights are int32, or float32 where the plan has its own. (Both
+        are `[rows, most]` for a `PackedPlan`, with -1 at weight 0 where a row holds no further
+        sequence: `Ledger.add` takes them; what tokens weigh is in the data.)
 
     Raises:
         TypeError: a number is none, or `fetch` cannot be called so; at once. `fetch` returned
@@ -118,13 +120,14 @@ def batches(
     prefetch = check_at_least("batches: prefetch", prefetch, 0, "0 fetches without a thread.")
     coordination.check_timeout("batches: timeout_s", timeout_s)
     _check_ids_fit(plan)
+    _warn_of_one_draw(plan, epoch)
     lengths = None if isinstance(plan, EpochPlan) else RowLengths("batches")
     if lengths is not None:
         _check_takes_length(fetch, plan)
     # met here and not at the first batch: all processes make their streams in the same order
     meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
     reading = {
-        **plan.fingerprint,
+        **find_fingerprint(plan, epoch),
         "num_replicas": plan.num_replicas,
         "batch_size": plan.batch_size,
         "steps": steps,
@@ -180,6 +183,17 @@ def batches(
         yield from read_ahead(range(start_step, steps), prefetch, fetch_rows, place_rows)
 
     return read()
+
+
+def _warn_of_one_draw(plan: Plan, epoch: int) -> None:
+    order = plan.order if isinstance(plan, EpochPlan) else None
+    if epoch and isinstance(order, GivenOrder) and order.repeats:
+        warnings.warn(
+            f"batches: epoch {epoch} reads the ids of epoch 0 again: the plan's order is one draw,"
+            " for all epochs. Give EpochPlan.from_order a function of the epoch, such as"
+            " weighted_order(weights, num_samples).",
+            stacklevel=3,
+        )
 
 
 def _copy_unwritable(ids: np.ndarray) -> np.ndarray:

@@ -2,12 +2,12 @@
 
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -16,10 +16,13 @@ from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.coordination import Meeting, name_ranks
 from jax_ddp_weighting.distributed.placement import RankPlacement
 
-ENDED, GOES_ON, FAILED = range(3)
+ENDED, GOES_ON, STOPS, FAILED = range(4)
 """What a rank is about to do, in the order in which it decides for all."""
 
-# One number would do. But XLA's CPU client runs small computations in the thread that asks for
+MOST_WIDTHS = 128
+"""How many widths of steps there can be: they are told in a byte."""
+
+# Two numbers would do. But XLA's CPU client runs small computations in the thread that asks for
 # them, where nothing could bound the wait for the other processes.
 _STATE_WIDTH = 4096
 
@@ -32,18 +35,29 @@ class Stopping:
         layout: where the ranks are.
         meeting: the meeting of the streams of all processes.
         timeout_s: how long to wait for the other processes at a step.
+        widths: the rows per rank that a step may have, ascending.
+        at_shortest: whether the first stream that ends ends all.
     """
 
     def __init__(
-        self, streams: list[Stream], layout: RankPlacement, meeting: Meeting, timeout_s: float
+        self,
+        streams: list[Stream],
+        layout: RankPlacement,
+        meeting: Meeting,
+        timeout_s: float,
+        widths: tuple[int, ...],
+        *,
+        at_shortest: bool = False,
     ) -> None:
         self._streams = streams
+        self._widths = widths
+        self._at_shortest = at_shortest
         self._layout = layout
         self._meeting = meeting
         self._timeout_s = timeout_s
         self._alone = len(layout.processes) == 1
-        self._placed: dict[int, jax.Array] = {}
-        self._asked: Any = None  # a number, or an array on its way
+        self._placed: dict[tuple[int, int], jax.Array] = {}
+        self._asked: Any = None  # state and width, or an array of both on its way
         self._waited = False  # for the answer, before the step
         # How often in a row the loop was seen to have waited for its step. Twice count, so that one
         # loss now and then does not; the first time does, since so far nothing is known.
@@ -52,15 +66,17 @@ class Stopping:
 
     def ask(self) -> None:
         """Asks for the greatest state of all ranks: it is then on its way from the devices."""
-        state = find_state(self._streams)
+        state = find_state(self._streams, at_shortest=self._at_shortest)
+        # apart from the state: one that is through, and begins again, has rows to make room for
+        said = state, find_width(find_rows(self._streams), self._widths)
         if self._alone:
-            self._asked = state
+            self._asked = said
             return
-        if state not in self._placed:  # of the three that there are
-            shape = len(self._layout.local), _STATE_WIDTH
-            self._placed[state] = self._layout.place(np.full(shape, state, np.int8))
+        if said not in self._placed:  # of the few that there are
+            each = np.repeat(np.array([said], np.int8), _STATE_WIDTH // 2, axis=1)
+            self._placed[said] = self._layout.place(each.repeat(len(self._layout.local), axis=0))
         everywhere = meshes.replicated_sharding(self._layout.mesh)
-        self._asked = _greatest(everywhere)(self._placed[state])
+        self._asked = _greatest(everywhere)(self._placed[said])
 
     def wait_for_all(self, step: int) -> None:
         """Waits for the answer now, if that costs nothing; else leaves it to `read`.
@@ -79,8 +95,8 @@ class Stopping:
         if self._waited:
             self._wait(step)
 
-    def read(self, step: int) -> int:
-        """The state that `ask` asked for.
+    def read(self, step: int) -> tuple[int, int]:
+        """The state that `ask` asked for, and which of the widths the next step has.
 
         Raises:
             RuntimeError: it has not come in time; names the processes that do not wait too.
@@ -90,7 +106,8 @@ class Stopping:
         if not self._waited:
             self._learn()
             self._wait(step)
-        return int(self._asked.addressable_data(0))
+        state, width = np.asarray(self._asked.addressable_data(0)).tolist()
+        return state, width
 
     def _learn(self) -> None:
         """Whether the loop reads its steps: then what was asked before a step is known after it."""
@@ -103,7 +120,7 @@ class Stopping:
         if self._alone or not self._asked.is_ready():
             return False
         try:
-            return int(self._asked.addressable_data(0)) != GOES_ON
+            return int(np.asarray(self._asked.addressable_data(0))[0]) != GOES_ON
         except jax.errors.JaxRuntimeError:
             return False  # it is for `read` to say
 
@@ -147,11 +164,28 @@ class Stopping:
         raise RuntimeError(stalled.conclude("", judge, timeout_s=grace))
 
 
-def find_state(streams: list[Stream]) -> int:
-    """What this process's ranks are about to do."""
+def find_state(streams: list[Stream], *, at_shortest: bool = False) -> int:
+    """What this process's ranks are about to do.
+
+    Args:
+        streams: this process's streams.
+        at_shortest: whether the first stream that ends ends all.
+    """
     if any(stream.failure for stream in streams):
         return FAILED
-    return GOES_ON if any(stream.upcoming is not None for stream in streams) else ENDED
+    if at_shortest and any(stream.ended for stream in streams):
+        return STOPS
+    return ENDED if all(stream.ended for stream in streams) else GOES_ON
+
+
+def find_rows(streams: list[Stream]) -> int:
+    """The most rows that a rank of this process has in the next step."""
+    return max(stream.rows_per_rank for stream in streams)
+
+
+def find_width(rows: int, widths: tuple[int, ...]) -> int:
+    """Which of some widths, ascending, is the least that holds so many rows; the last if none."""
+    return min(bisect_left(widths, rows), len(widths) - 1)
 
 
 def find_grace(timeout_s: float) -> float:
@@ -161,7 +195,10 @@ def find_grace(timeout_s: float) -> float:
 
 @cache
 def _greatest(everywhere: NamedSharding) -> Any:
-    return jax.jit(jnp.max, out_shardings=everywhere)
+    def take_greatest(said: jax.Array) -> jax.Array:
+        return said.reshape(said.shape[0], 2, -1).max(axis=(0, 2))
+
+    return jax.jit(take_greatest, out_shardings=everywhere)
 
 
 def raise_failure(

@@ -26,6 +26,30 @@ class CoverageError(JdwError):
 
 
 @dataclass(frozen=True)
+class SourceAudit:
+    """What an epoch held of one source of a mixture, and where that source is by then.
+
+    Args:
+        draws: accepted slots that hold an id of it.
+        epochs: whole epochs of its own that it has been drawn for by the end of this one, since
+            epoch 0. By its order: what a tail leaves out counts as drawn.
+        unique: different ids of it in accepted slots.
+        due: how many ids are left of its own epoch by then.
+
+    Example:
+        >>> from jax_ddp_weighting import EpochPlan, mixture_order
+        >>> plan = EpochPlan.from_order(mixture_order([2, 5], [1, 1], 6), 2, 3)
+        >>> plan.audit(0).sources[0]
+        SourceAudit(draws=3, epochs=1, unique=2, due=1)
+    """
+
+    draws: int
+    epochs: int
+    unique: int
+    due: int
+
+
+@dataclass(frozen=True)
 class EpochAudit:
     """What the slots of an epoch covered.
 
@@ -48,6 +72,8 @@ class EpochAudit:
         epoch: the epoch, where it is known.
         remedy: what to do where ids are missing or come again, as the error ends; advice on tails
             where it is None. No part of the comparison of two audits.
+        sources: of a mixture, what each source gave, from `EpochPlan.audit`. No part of the
+            comparison of two audits.
 
     Example:
         >>> from jax_ddp_weighting import audit_ids
@@ -73,6 +99,7 @@ duplicated (2). tail="drop" cuts the tail; tail="mask" keeps every id once.
     weight_range: tuple[float, float] = (0, 0)
     epoch: int | None = None
     remedy: str | None = field(default=None, compare=False, repr=False)
+    sources: tuple[SourceAudit, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def exactly_once(self) -> bool:

@@ -158,7 +158,8 @@ class Ledger:
         `EpochPlan.from_order` goes on with it; without one, ascending.
 
         Args:
-            plan: the plan that was read, or the rest of it; of the ids, those that its order holds.
+            plan: the plan that was read, or the rest of it; of the ids, those that its order holds
+                in this epoch, and that weigh more than 0 in it.
             limit: how many to give at most; all by default.
             reshuffle: a seed to shuffle them by; by default they are not shuffled.
 
@@ -216,7 +217,8 @@ class Ledger:
         due = [np.zeros(0, np.int64)]
         for start in range(0, order.epoch_length, _BLOCK):
             stop = min(start + _BLOCK, order.epoch_length)
-            ids = order.slots(self.epoch, 0, start=start, stop=stop).ids
+            slots = order.slots(self.epoch, 0, start=start, stop=stop)
+            ids = slots.ids[slots.weights > 0]  # what weighs 0 in the plan is never accepted
             due.append(ids[~self._tally.have_met(ids)])
             if sum(map(len, due)) >= wanted and isinstance(order.order, str):
                 break

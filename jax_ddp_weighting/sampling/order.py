@@ -259,6 +259,23 @@ class GivenOrder:
         object.__setattr__(self, "ids", ids)
         object.__setattr__(self, "digest", digest)
 
+    @property
+    def length(self) -> int:
+        """Ids in every epoch."""
+        return len(self.ids)
+
+    def ids_of(self, epoch: int) -> Int64[np.ndarray, " entries"]:
+        """The ids of an epoch: the same in each."""
+        return self.ids
+
+    def take(self, epoch: int, places: Int64[np.ndarray, "*shape"]) -> Int64[np.ndarray, "*shape"]:
+        """The ids at some places of an epoch."""
+        return self.ids[places]
+
+    def describe(self, epoch: int) -> str:
+        """What stands for the ids of an epoch where plans are compared."""
+        return f"given {self.digest}"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GivenOrder) and np.array_equal(self.ids, other.ids)
 

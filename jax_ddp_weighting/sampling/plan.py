@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
-from jaxtyping import Int32, Int64, Integer
+from jaxtyping import Float, Int64, Integer, Real
 
 from jax_ddp_weighting._arguments import (
     check_below,
@@ -21,7 +21,9 @@ from jax_ddp_weighting._arguments import (
     list_some,
 )
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_ids
+from jax_ddp_weighting.sampling.example_weights import ExampleWeights
 from jax_ddp_weighting.sampling.order import GivenOrder, keyed_order, torch_order
+from jax_ddp_weighting.sampling.order_functions import CalledOrder, OrderFunction
 
 Tail = Literal["mask", "repeat", "drop"]
 Order = Literal["keyed", "torch"]
@@ -36,7 +38,7 @@ class Slots:
     Args:
         ids: int64 example ids, any shape.
         weights: int32 of the same shape: 1 where the slot counts, 0 where it is padding. Integers,
-            so that a sum of them counts exactly.
+            so that a sum of them counts exactly. float32 where the plan has weights of its own.
         length: what every row of a step is padded to, where the plan has a say in it.
 
     Example:
@@ -46,7 +48,7 @@ class Slots:
     """
 
     ids: Int64[np.ndarray, "*shape"]
-    weights: Int32[np.ndarray, "*shape"]
+    weights: Real[np.ndarray, "*shape"]
     length: int | None = None
 
 
@@ -78,6 +80,9 @@ class EpochPlan:
         start: places of the order that were read before, see `resumed`: rank ``r`` reads
             ``order[start:][r::num_replicas]``, and "an epoch" is the rest of one.
         only_epoch: the one epoch that `start` belongs to; any epoch where it is None.
+        weights: a weight for each example, ``[num_examples]``, finite and at least 0, as for
+            importance or to balance classes: what a slot weighs that would weigh 1. An example of
+            weight 0 keeps its slots, and is accepted in none. All 1 by default.
 
     Raises:
         TypeError: an argument is of another type.
@@ -98,9 +103,10 @@ class EpochPlan:
     shuffle: bool = True
     seed: int = 0
     tail: Tail = "mask"
-    order: Order | GivenOrder = "keyed"
+    order: Order | GivenOrder | CalledOrder = "keyed"
     start: int = 0
     only_epoch: int | None = None
+    weights: Any = None
 
     def __post_init__(self) -> None:
         remedy = "It is the number of rows per rank and step."
@@ -119,8 +125,13 @@ class EpochPlan:
                 f'EpochPlan: tail must be "mask", "repeat" or "drop", got {self.tail!r}.'
                 ' "mask" keeps every id once.'
             )
+        if self.weights is not None:
+            own = ExampleWeights.of(self.weights, self.num_examples, "EpochPlan: weights")
+            object.__setattr__(self, "weights", own)
         if isinstance(self.order, GivenOrder):
             self._check_given(self.order)
+        elif isinstance(self.order, CalledOrder):
+            self._check_called(self.order)
         elif not isinstance(self.order, str) or self.order not in get_args(Order):
             raise ValueError(
                 f'EpochPlan: order must be "keyed" or "torch", got {self.order!r}.'
@@ -159,35 +170,52 @@ class EpochPlan:
                 " sharded sampler yields is sharded already."
             )
 
+    def _check_called(self, order: CalledOrder) -> None:
+        if order.num_examples != self.num_examples:
+            raise ValueError(
+                f"EpochPlan: num_examples must be those of its order, {order.num_examples}, got"
+                f" {self.num_examples}. Make the plan with EpochPlan.from_order."
+            )
+
     @classmethod
     def from_order(
         cls,
-        ids: Integer[np.ndarray, "..."] | Sequence[int],
+        ids: Integer[np.ndarray, "..."] | Sequence[int] | OrderFunction,
         num_replicas: int,
         batch_size: int,
         *,
         num_examples: int | None = None,
         tail: Tail = "mask",
         repeats: bool = False,
+        weights: Float[np.ndarray, "..."] | Sequence[float] | None = None,
     ) -> "EpochPlan":
-        """A plan over an order of your own, kept as given: weighted, grouped by length, a subset.
+        """A plan over an order of your own: weighted, mixed, grouped by length, a subset.
 
-        It is sharded, and its tail treated, by the rules of every other plan; every epoch reads it.
+        It is sharded, and its tail treated, by the rules of every other plan. An array is kept as
+        given, and every epoch reads it; a function gives each epoch its own ids. It is called once
+        for an epoch in a process (again for one that is long past), must return as many ids as for
+        epoch 0, which it is asked for at once, and the same ones on every rank: `check_agreement`
+        and `batches` compare them. See `weighted_order`, `grouped_order` and `mixture_order`.
 
         Args:
-            ids: integer ids of shape ``[entries]``, in reading order.
+            ids: integer ids of shape ``[entries]``, in reading order; or a function of the epoch
+                that returns them. To be pickled, or sent to a loader's workers, it must not be a
+                lambda.
             num_replicas: number of data-parallel ranks.
             batch_size: rows per rank and step.
-            num_examples: length of the dataset that the ids point into; ``len(ids)`` by default.
+            num_examples: length of the dataset that the ids point into; ``len(ids)`` by default,
+                or what the function says.
             tail: "mask", "repeat" or "drop", of the order's end.
             repeats: allow an id to come several times, as where one draws with replacement.
+            weights: a weight for each example, as for an `EpochPlan`.
 
         Returns:
             An `EpochPlan` whose order is `ids`.
 
         Raises:
             TypeError: ids are no integers, or another argument is of another type.
-            ValueError: ids are out of range, or come twice unasked.
+            ValueError: ids are out of range, or come twice unasked; or a function returned another
+                number of ids than before, or others for the same epoch.
 
         Example:
             >>> plan = EpochPlan.from_order([7, 3, 5], 2, 2, num_examples=10)
@@ -195,10 +223,22 @@ class EpochPlan:
             [[7, 5], [3, 7]]
             >>> plan.audit(0).omitted
             (0, 1, 2, 4, 6, 8, 9)
+            >>> plan = EpochPlan.from_order(lambda epoch: np.roll(np.arange(4), epoch), 2, 2)
+            >>> [plan.batch(epoch, step=0).ids.tolist() for epoch in (0, 1)]
+            [[[0, 2], [1, 3]], [[3, 1], [0, 2]]]
         """
-        order = GivenOrder(ids, repeats)
-        length = len(order.ids) if num_examples is None else num_examples
-        return cls(length, num_replicas, batch_size, shuffle=False, tail=tail, order=order)
+        if num_examples is not None:
+            num_examples = check_length("EpochPlan.from_order: num_examples", num_examples)
+        if callable(ids):
+            order = CalledOrder(ids, repeats, num_examples)
+            length = order.num_examples
+        else:
+            order = GivenOrder(ids, repeats)
+            length = len(order.ids) if num_examples is None else num_examples
+        assert length is not None
+        shuffle = isinstance(order, CalledOrder)  # whether epochs have orders of their own
+        options: dict[str, Any] = {"tail": tail, "order": order, "weights": weights}
+        return cls(length, num_replicas, batch_size, shuffle=shuffle, **options)
 
     def resumed(
         self,
@@ -264,7 +304,7 @@ class EpochPlan:
     @property
     def epoch_length(self) -> int:
         """Entries of an epoch's order: the number of examples, unless the order is your own."""
-        return len(self.order.ids) if isinstance(self.order, GivenOrder) else self.num_examples
+        return self.num_examples if isinstance(self.order, str) else self.order.length
 
     @property
     def num_samples(self) -> int:
@@ -283,22 +323,38 @@ class EpochPlan:
 
     @property
     def accepted_per_epoch(self) -> int:
-        """Slots of weight 1 in an epoch, over all ranks: the first places of the order."""
+        """Slots of weight 1 in an epoch, over all ranks: the first places of the order.
+
+        Weights of the plan's own do not change it: slots of weight 0 that they make are in it.
+        """
         if self.tail == "mask":
             return self._left
         return self.num_samples * self.num_replicas
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the order and the tail, as plain JSON-able values: not who reads it."""
+        """What decides the order and the tail, as plain JSON-able values: not who reads it.
+
+        Where a function of your own gives the orders, that of epoch 0; see `fingerprint_of`.
+        """
+        return self.fingerprint_of(0)
+
+    def fingerprint_of(self, epoch: int) -> dict[str, Any]:
+        """What decides the order and the tail of an epoch, as plain JSON-able values.
+
+        Args:
+            epoch: the epoch, whose ids a function of your own is asked for: their digest stands for
+                it. Of every other order all epochs have one fingerprint.
+        """
         order = self.order
-        return {
+        found = {
             "num_examples": self.num_examples,
             "shuffle": self.shuffle,
             "seed": self.seed,
-            "order": f"given {order.digest}" if isinstance(order, GivenOrder) else order,
+            "order": order if isinstance(order, str) else order.describe(epoch),
             "tail": self.tail,
         }
+        return found if self.weights is None else found | {"weights": self.weights.digest}
 
     def accepted(self, step: int) -> int:
         """Slots of weight 1 in one step, over all ranks, in closed form.
@@ -385,7 +441,8 @@ class EpochPlan:
     def audit(self, epoch: int, *, limit: int = LISTED) -> EpochAudit:
         """What the slots of an epoch cover, in closed form, without walking them.
 
-        Equal to `audit_ids` of the `slots` of all ranks. Where more ids are concerned than `limit`,
+        Equal to `audit_ids` of the `slots` of all ranks; an order of your own, and weights, are
+        walked. Where more ids are concerned than `limit`,
         those that the order names first are listed.
 
         Args:
@@ -408,10 +465,20 @@ class EpochPlan:
         per_rank = (each + 1,) * more + (each,) * (self.num_replicas - more)
         slots = self.num_samples * self.num_replicas
         remedy = self._find_remedy()
-        if isinstance(self.order, GivenOrder):
-            read = np.resize(np.roll(self.order.ids, -self.start), accepted)
-            walked = audit_ids(read, self.num_examples, epoch=epoch, limit=limit)
-            return replace(walked, slots=slots, per_rank=per_rank, remedy=remedy)
+        if not isinstance(self.order, str) or self.weights is not None:
+            read = self._look_up(epoch, (self.start + np.arange(accepted)) % max(length, 1))
+            own = None if self.weights is None else self.weights.values[read]
+            walked = audit_ids(read, self.num_examples, weights=own, epoch=epoch, limit=limit)
+            if own is not None:
+                counted = np.bincount(
+                    np.flatnonzero(own) % self.num_replicas, minlength=self.num_replicas
+                )
+                per_rank = tuple(counted.tolist())
+                read = read[own > 0]
+            mixture = self.order.sources if isinstance(self.order, CalledOrder) else None
+            sources = () if mixture is None else mixture.audit_sources(epoch, read)
+            found = {"slots": slots, "per_rank": per_rank, "remedy": remedy, "sources": sources}
+            return replace(walked, **found)
         times, further = divmod(accepted, length) if length else (0, 0)
         several = (length if times > 1 else further) if times else 0
         missing = length - min(accepted, length)
@@ -443,8 +510,10 @@ class EpochPlan:
                 " Ledger counts it together with what was read before."
             )
         order = self.order
-        if isinstance(order, GivenOrder) and (order.repeats or len(order.ids) < self.num_examples):
+        if not isinstance(order, str) and (order.repeats or order.length < self.num_examples):
             return "An order of your own is read as it is; name every id in it once."
+        if self.weights is not None:
+            return "An example of weight 0 is not accepted; weights above 0 accept all."
         return None
 
     def _take_rows(
@@ -458,13 +527,16 @@ class EpochPlan:
         beyond = places >= self.epoch_length
         if beyond.any():
             places[beyond] %= self.epoch_length
-        return Slots(self._look_up(epoch, places), weights)
+        ids = self._look_up(epoch, places)
+        if self.weights is not None:
+            weights = np.where(weights > 0, self.weights.values[ids], np.float32(0))
+        return Slots(ids, weights)
 
     def _look_up(
         self, epoch: int, places: Int64[np.ndarray, "*shape"]
     ) -> Int64[np.ndarray, "*shape"]:
-        if isinstance(self.order, GivenOrder):
-            return self.order.ids[places]
+        if not isinstance(self.order, str):
+            return self.order.take(epoch, places)
         if not self.shuffle:
             return places
         if self.order == "torch":

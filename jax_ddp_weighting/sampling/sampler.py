@@ -1,12 +1,9 @@
 """torch's face of a plan: a drop-in DistributedSampler that says what it does and can resume."""
 
 import operator
-import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import chain
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,11 +18,12 @@ from jax_ddp_weighting._arguments import (
 )
 from jax_ddp_weighting.sampling import adapters
 from jax_ddp_weighting.sampling.order import GivenOrder
+from jax_ddp_weighting.sampling.order_functions import CalledOrder, OrderFunction
 from jax_ddp_weighting.sampling.plan import EpochPlan, Order, Tail
+from jax_ddp_weighting.sampling.reading import Reader
+from jax_ddp_weighting.sampling.resuming import make_state, read_state
 
 _CHUNK = 8192  # ids made at once while iterating: small beside an epoch, large beside a call
-_STATE_VERSION = 1
-_DEPTH = 16  # callers looked at: a loader is about five away from the ids it reads
 
 
 class DistributedSampler:
@@ -44,7 +42,8 @@ class DistributedSampler:
         drop_last: torch's word for ``tail="drop"``.
         tail: "repeat" (torch's padding; the default), "drop" (torch's ``drop_last=True``) or
             "mask": every id exactly once, so some ranks may yield one id less than others.
-        order: "torch", bit for bit; "keyed"; or integer ids of your own, kept as given, with
+        order: "torch", bit for bit; "keyed"; a function of the epoch that returns integer ids, as
+            `EpochPlan.from_order` takes it; or integer ids, one order for all epochs, with
             ``shuffle=False``.
         repeats: allow an order of your own to hold an id several times.
 
@@ -73,7 +72,7 @@ class DistributedSampler:
         drop_last: bool = False,
         *,
         tail: Tail | None = None,
-        order: Order | Integer[np.ndarray, "..."] | Sequence[int] = "torch",
+        order: Order | Integer[np.ndarray, "..."] | Sequence[int] | OrderFunction = "torch",
         repeats: bool = False,
     ) -> None:
         _refuse_sharded(dataset)
@@ -91,14 +90,17 @@ class DistributedSampler:
             tail = "drop" if drop_last else "repeat"
         ranks = check_num_replicas("DistributedSampler: num_replicas", num_replicas)
         length = _find_length(dataset)
-        if isinstance(order, str):
+        if callable(order):
+            called = CalledOrder(order, repeats, length, "DistributedSampler: order")
+            self.plan = EpochPlan(length, ranks, 1, shuffle=True, tail=tail, order=called)
+        elif isinstance(order, str):
             self.plan = EpochPlan(
                 length, ranks, 1, shuffle=shuffle, seed=seed, tail=tail, order=order
             )
         elif shuffle:
             raise ValueError(
                 "DistributedSampler: shuffle must be False with an order of your own, got True."
-                " It is kept as given."
+                " It is kept as given. A function of the epoch gives each epoch its own."
             )
         else:
             given = GivenOrder(order, repeats, "DistributedSampler: order")
@@ -156,6 +158,10 @@ class DistributedSampler:
         if epoch and isinstance(order, GivenOrder) and order.repeats:
             self._warn_of_one_order(0)
 
+    @property
+    def _has_one_order(self) -> bool:
+        return isinstance(self.plan.order, GivenOrder)
+
     def __iter__(self) -> Iterator[int]:
         length = _find_length(self.dataset)
         if length != self.plan.num_examples:
@@ -169,7 +175,7 @@ class DistributedSampler:
                 f"DistributedSampler: epoch {self.epoch} is read again, in the same order."
                 " Call set_epoch(epoch) before each pass."
             )
-        if last is not None and last.epoch != self.epoch and not isinstance(self.plan.order, str):
+        if last is not None and last.epoch != self.epoch and self._has_one_order:
             self._warn_of_one_order(last.epoch)
         # What a pass yields is settled here, as with torch's; a loaded position is used up only
         # when it is read from: some loaders call `iter` and throw the iterator away.
@@ -187,7 +193,8 @@ class DistributedSampler:
     def _warn_of_one_order(self, before: int) -> None:
         self._warn(
             f"DistributedSampler: epoch {self.epoch} reads the ids of epoch {before} again: order="
-            " holds one order, for all epochs. Make a new sampler with each epoch's own."
+            " holds one order, for all epochs. Give a function of the epoch, such as"
+            " weighted_order(weights, num_samples), for an order of each epoch's own."
         )
 
     def _warn(self, text: str) -> None:
@@ -220,7 +227,7 @@ class DistributedSampler:
         argument = "DistributedSampler.state_dict: consumed"
         if consumed is None:
             read = 0 if begun is None else begun.read
-            ahead = None if begun is None else begun.find_ahead()
+            ahead = None if begun is None else begun.reader.find_ahead()
             if ahead is not None:
                 raise ValueError(
                     f"{argument} must be given where ids are read ahead of training, here by"
@@ -237,12 +244,7 @@ class DistributedSampler:
                     f"{argument} must be at most what was read, {begun.read}, got {read}. {remedy}"
                 )
         # Past its last slot an epoch has no rest, for whatever number of ranks.
-        return {
-            "version": _STATE_VERSION,
-            "epoch": self.epoch,
-            "position": plan.position(read),
-            **self.plan.fingerprint,
-        }
+        return make_state(self.plan, self.epoch, plan.position(read))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was saved: the next pass reads the rest of that epoch.
@@ -259,28 +261,7 @@ class DistributedSampler:
             ValueError: the state is of another plan; the message names the field and both values.
                 Nothing was changed then.
         """
-        function = "DistributedSampler.load_state_dict"
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"{function}: state must be a mapping, got {type(state).__name__}."
-                " state_dict gives one."
-            )
-        wanted = {"version": _STATE_VERSION, **self.plan.fingerprint}
-        missing = [name for name in (*wanted, "epoch", "position") if name not in state]
-        if missing:
-            raise ValueError(
-                f"{function}: state must hold {', '.join(missing)}, got {sorted(state)}."
-                " It is incomplete, or no state of this sampler."
-            )
-        for name, value in wanted.items():
-            if state[name] != value:
-                raise ValueError(
-                    f"{function}: {name} must be this sampler's, {value!r}, got {state[name]!r}."
-                    " The state belongs to another order of ids; make the sampler as it was."
-                )
-        epoch = check_epoch(f"{function}: epoch", state["epoch"])
-        length = self.plan.epoch_length
-        position = check_up_to(f"{function}: position", state["position"], length)
+        epoch, position = read_state("DistributedSampler", self.plan, state)
         rest = self.plan.resumed(epoch, position) if position else None
         self.epoch, self._rest, self._pass = epoch, rest, None
 
@@ -295,6 +276,12 @@ class DistributedSampler:
             num_epochs: how many epochs, the rest of one that was loaded among them; without end
                 where it is None.
         """
+        order = self.plan.order
+        if num_epochs != 1 and isinstance(order, GivenOrder) and order.repeats:
+            self._warn(
+                "DistributedSampler: all epochs of this source read the same ids again: order="
+                " holds one order. Give a function of the epoch for an order of each epoch's own."
+            )
         return adapters.RankIndices(self._find_plan(), self.rank, num_epochs, self.epoch)
 
     def grain_sampler(self, num_epochs: int | None = 1) -> adapters.GrainSampler:
@@ -315,7 +302,8 @@ class DistributedSampler:
         return adapters.torch_sampler(self)
 
     def __repr__(self) -> str:
-        plan = ", ".join(f"{name}={value!r}" for name, value in self.plan.fingerprint.items())
+        plan = self.plan.fingerprint_of(self.epoch)
+        plan = ", ".join(f"{name}={value!r}" for name, value in plan.items())
         return (
             f"DistributedSampler({plan}, num_replicas={self.num_replicas}, rank={self.rank},"
             f" epoch={self.epoch})"
@@ -331,16 +319,15 @@ class _Pass:
         self.made = 0
         self.chunk: Iterator[int] = iter(())
         self.ended = False
-        self.thread: int | None = None  # that reads
-        self.loader: str | None = None  # that reads ahead of whoever trains
-        self.undelivered: Mapping[int, Any] | None = None  # what it has read and not handed out
+        self.reader = Reader()
 
     def make_chunks(self, note_reading: Callable[["_Pass"], None]) -> Iterator[Iterator[int]]:
         note_reading(self)
-        self.thread = threading.get_ident()
-        self.loader, self.undelivered = _find_loader()
-        # torch's order is there as a whole anyway; one look at it, lest another pass displaces it.
-        run = _CHUNK if self.plan.order == "keyed" else max(self.stop, 1)
+        self.reader.note()
+        # Other orders are there as a whole anyway; one look, lest another pass displaces them.
+        order = self.plan.order
+        by_place = order.by_place if isinstance(order, CalledOrder) else order == "keyed"
+        run = _CHUNK if by_place else max(self.stop, 1)
         while self.made < self.stop:
             until = min(self.made + run, self.stop)
             ids = self.plan.slots(self.epoch, self.rank, start=self.made, stop=until).ids
@@ -363,52 +350,6 @@ class _Pass:
     @property
     def complete(self) -> bool:
         return self.stop > 0 and self.read >= self.stop
-
-    def find_ahead(self) -> str | None:
-        """Who reads ahead of training, so that `read` says too much; None where nobody does."""
-        if self.loader is not None:
-            # torchdata's loader saves the state of each batch as it reads, and means that
-            waiting = self.undelivered is None or len(self.undelivered)
-            return self.loader if waiting and not _is_called_by("torchdata") else None
-        if self.thread is not None and self.thread != threading.get_ident():
-            return "another thread"
-        return None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"thread": None, "undelivered": None}  # this process's own
-
-
-def _find_loader() -> tuple[str | None, Mapping[int, Any] | None]:
-    """A loader among the callers that reads ahead, and what it has read and not handed out.
-
-    A sampler is not told who reads it, and an id that waits in a loader's queue is lost to a state
-    that counts it as read. So the callers are looked at, once a pass: torch's loaders, and those
-    that are made from them, read in `_next_index`, and with workers keep what is under way in
-    `_task_info`; accelerate's holds one batch back.
-    """
-    for frame in _callers():
-        if frame.f_globals.get("__name__") == "accelerate.data_loader":
-            return "accelerate's loader", None
-        # of no other frame: looking at its variables would keep them alive as long as it runs
-        if frame.f_code.co_name == "_next_index":
-            loader = frame.f_locals.get("self")
-            if getattr(loader, "_num_workers", 0):
-                return "a loader with workers", getattr(loader, "_task_info", None)
-    return None, None
-
-
-def _is_called_by(package: str) -> bool:
-    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in _callers())
-
-
-def _callers() -> Iterator[FrameType]:
-    """The frames of the callers, as far up as a loader may sit."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEPTH):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
 
 
 def _find_length(dataset: Sized | int) -> int:

@@ -43,6 +43,17 @@ for convention in ("initial_ranks", "active_ranks", "example"):
 print("ragged", pulls(steps(rank + 1, rows=rank + 1), convention="active_ranks")[0], flush=True)
 print("empty", pulls(steps(2 if rank == 1 else 0))[0], flush=True)
 print("nothing", pulls(steps(0))[0], flush=True)
+
+def sized(*sizes):
+    return [jdw.Batch.of(np.full(size, 10.0**rank, np.float32)) for size in sizes]
+
+mine = [sized(1, 3), sized(2, 1, 5), sized(0, 1)][rank]
+print("sizes", pulls(mine, sizes=[2, 3, 6])[0], flush=True)
+widths = [len(batch.weights) // 3 for batch in jdw.join_batches(mine, mesh, sizes=[2, 3, 6])]
+print("widths", widths, flush=True)
+print("shortest", pulls(steps(rank + 2), convention="shortest")[0], flush=True)
+mine = [sized(2, 1), sized(1, 1, 1), sized(1)][rank]
+print("cycle", pulls(mine, convention="cycle", sizes=[1, 2])[0], flush=True)
 uneven = pulls(steps([1, 3, 2][rank]), state(momentum=0.9))[1]
 momenta = multihost_utils.process_allgather(uneven.opt_state[0].trace["w"].addressable_data(0))
 print("momentum", "one for all" if len(set(momenta.tolist())) == 1 else momenta, flush=True)
@@ -76,6 +87,8 @@ def changing():
 told("changes", changing())
 told("forms", [jdw.Batch.of(np.zeros((1, 1 + rank), np.float32))])
 told("conventions", steps(1), convention=["example", "active_ranks"][rank // 2])
+told("sizes differ", steps(1), sizes=[2, 4 + rank // 2])
+told("too large", sized(1 + rank), sizes=[1, 2])
 told("names", steps(1), name=f"epoch {rank // 2}")
 if rank < 2:  # a mesh of some processes alone
     told("two of three", steps(rank + 1), Mesh(np.array(jax.devices()[:2]), ("data",)))
@@ -103,6 +116,10 @@ SAME = [
     "ragged [37.0, 55.0, 100.0]",
     "empty [10.0, 10.0]",
     "nothing []",
+    "sizes [7.0, 22.6, 10.0]",
+    "widths [2, 3, 6]",
+    "shortest [37.0, 37.0]",
+    "cycle [28.0, 37.0, 28.0]",
     "momentum one for all",
 ]
 # what is said, after how many steps, by whose own error, and whether within the time
@@ -124,6 +141,12 @@ TOLD = {
         "all ranks must have one form of rows and one convention, got convention is "
         "'active_ranks' on process 2, 'example' on processes 0, 1",
     ),
+    "sizes differ": (
+        0,
+        "all ranks must have one form of rows and one convention, got sizes is '2, 5' on process "
+        "2, '2, 4' on processes 0, 1",
+    ),
+    "too large": (0, "a batch must have at most 2 rows per rank, the largest of sizes, got 3."),
     "names": (
         0,
         "all ranks must have one form of rows and one convention, got name is 'epoch 1' on "

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import regimes
 
-from jax_ddp_weighting import Batch, DistributedSampler, EpochPlan, batches, data_mesh
+from jax_ddp_weighting import (
+    Batch,
+    DistributedSampler,
+    EpochPlan,
+    batches,
+    data_mesh,
+    weighted_order,
+)
 
 PIXELS = np.arange(47, dtype=np.float32) * 10
 
@@ -186,3 +193,13 @@ def test_an_epoch_goes_on_with_other_ranks_and_rows(before, after):
     assert sorted(read) == list(range(23))
     with pytest.raises(ValueError, match="epoch must be 1, the one that this plan is the rest of"):
         list(batches(rest, 2, lambda ids: ids, data_mesh(after[0])))
+
+
+def test_a_second_epoch_over_one_draw_is_said_and_a_function_draws_anew():
+    mesh, fetch = data_mesh(1), lambda ids: ids
+    plan = EpochPlan.from_order([2, 2, 0], 1, 3, num_examples=3, repeats=True)
+    with pytest.warns(UserWarning, match=r"epoch 1 reads the ids of epoch 0 again.* a function of"):
+        next(batches(plan, 1, fetch, mesh))
+    plan = EpochPlan.from_order(weighted_order([1, 2, 3], 9), 1, 9)
+    drawn = [next(batches(plan, epoch, fetch, mesh)).ids.tolist() for epoch in (0, 1, 1)]
+    assert drawn[0] != drawn[1] == drawn[2]

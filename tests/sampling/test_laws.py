@@ -16,7 +16,7 @@ law = settings(max_examples=EXAMPLES, deadline=None)
 
 SEEDS = st.one_of(st.integers(0, 9), st.integers(-(2**63), 2**63))
 TAILS = st.sampled_from(["mask", "repeat", "drop"])
-ORDERS = st.sampled_from(["keyed", "torch", "as it comes", "own"])
+ORDERS = st.sampled_from(["keyed", "torch", "as it comes", "own", "function"])
 
 
 def order_in_plain_lists(kind, n, seed, epoch):
@@ -29,7 +29,13 @@ def order_in_plain_lists(kind, n, seed, epoch):
         for i, word in enumerate(words):
             j = i + word % (n - i)
             order[i], order[j] = order[j], order[i]
+    if kind == "function":
+        return rolled(n, epoch)
     return order[::-1] if kind == "own" else order
+
+
+def rolled(n, epoch):
+    return [(i + epoch) % n for i in range(n)]
 
 
 def epoch_in_plain_lists(order, ranks, batch_size, tail):
@@ -55,6 +61,8 @@ def epoch_in_plain_lists(order, ranks, batch_size, tail):
 def plan_of(kind, n, ranks, batch_size, seed, tail):
     if kind == "own":
         return EpochPlan.from_order(range(n - 1, -1, -1), ranks, batch_size, tail=tail)
+    if kind == "function":
+        return EpochPlan.from_order(lambda epoch: rolled(n, epoch), ranks, batch_size, tail=tail)
     shuffle = kind != "as it comes"
     order = kind if shuffle else "keyed"
     return EpochPlan(n, ranks, batch_size, shuffle=shuffle, seed=seed, tail=tail, order=order)

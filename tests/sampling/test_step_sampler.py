@@ -1,0 +1,181 @@
+"""A plan's batches for a loader, and somebody else's sampler as an order."""
+
+import copy
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_ddp_weighting import (
+    DistributedBatchSampler,
+    DistributedSampler,
+    EpochPlan,
+    sampler_order,
+    weighted_order,
+)
+
+TAILS = st.sampled_from(["mask", "repeat", "drop"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(0, 40),
+    ranks=st.integers(1, 5),
+    size=st.integers(1, 4),
+    tail=TAILS,
+    data=st.data(),
+)
+def test_batches_are_the_slots_that_count_and_resume_anywhere(n, ranks, size, tail, data):
+    plan = EpochPlan(n, ranks, size, tail=tail, seed=3)
+    step = data.draw(st.integers(0, plan.steps_per_epoch))
+    later = data.draw(st.integers(1, 5))
+    first = []
+    for rank in range(ranks):
+        sampler, full = (
+            DistributedBatchSampler(plan, rank, padding=padding) for padding in (False, True)
+        )
+        for each in (sampler, full):
+            each.set_epoch(2)
+        batches, filled = list(sampler), list(full)
+        assert len(batches) == len(sampler) <= len(filled) == len(full) == plan.steps_per_epoch
+        slots = [plan.batch(2, s, ranks=[rank]) for s in range(plan.steps_per_epoch)]
+        assert filled == [each.ids[0].tolist() for each in slots]
+        right = [each.ids[0][each.weights[0] > 0].tolist() for each in slots]
+        assert batches == [ids for ids in right if ids]
+        for s, each in enumerate(slots):
+            assert full.weights(s).tolist() == each.weights[0].tolist()
+        for s, ids in enumerate(batches):
+            assert sampler.weights(s).tolist() == [1] * len(ids)
+        begun = DistributedBatchSampler(plan, rank, padding=True)
+        begun.set_epoch(2)
+        reading = iter(begun)
+        for _ in range(step):
+            next(reading)
+        state = json.loads(json.dumps(begun.state_dict()))
+        assert state == begun.state_dict(consumed=step)
+        first += [i for ids in batches[:step] for i in ids]
+    other = EpochPlan(n, later, 2, tail=tail, seed=3)
+    rest, by_ids = [], []
+    for rank in range(later):
+        sampler = DistributedBatchSampler(other, rank)
+        sampler.load_state_dict(state)
+        iter(sampler), sampler.state_dict()
+        assert sampler.state_dict() == state or tail == "drop"  # which may leave out more
+        rest += [i for ids in sampler for i in ids]
+        ids = DistributedSampler(n, later, rank, tail=tail, seed=3, order="keyed")
+        ids.load_state_dict(state)  # one state serves both
+        by_ids += list(ids)
+    if tail == "mask":
+        assert sorted(first + rest) == list(range(n))
+        assert sorted(rest) == sorted(by_ids)
+
+
+def test_a_rank_with_a_step_less_has_read_the_epoch_when_it_has_ended():
+    plan = EpochPlan(9, 4, 2, shuffle=False)
+    samplers = [DistributedBatchSampler(plan, rank) for rank in range(4)]
+    assert [len(list(sampler)) for sampler in samplers] == [2, 1, 1, 1]
+    assert {sampler.state_dict()["position"] for sampler in samplers} == {9}
+
+
+def test_it_can_be_pickled_and_copied_and_knows_the_plans_own_weights():
+    order = weighted_order([1, 2, 0, 1], 6)
+    plan = EpochPlan.from_order(order, 2, 2, weights=[0.5, 1, 1, 0])
+    sampler = DistributedBatchSampler(plan, 1)
+    sampler.set_epoch(3)
+    for twin in (pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)):
+        ids = [i for batch in twin for i in batch]
+        assert ids == order(3)[1::2].tolist()
+        weights = np.concatenate([twin.weights(step) for step in range(len(twin))])
+        assert weights.tolist() == [[0.5, 1, 1, 0][i] for i in ids]
+
+
+def test_bad_arguments_are_refused():
+    plan = EpochPlan(9, 4, 2)
+    with pytest.raises(TypeError, match=r"BatchSampler: plan must be an EpochPlan, got int"):
+        DistributedBatchSampler(5, 0)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 4\), got 4"):
+        DistributedBatchSampler(plan, 4)
+    sampler = DistributedBatchSampler(plan, 1)
+    with pytest.raises(ValueError, match=r"weights: step must be in \[0, 0\], got 1"):
+        sampler.weights(1)
+    with pytest.raises(ValueError, match=r"consumed must be in \[0, 2\], got 3"):
+        sampler.state_dict(consumed=3)
+    with pytest.raises(ValueError, match="num_examples must be this sampler's, 9, got 8"):
+        sampler.load_state_dict(DistributedBatchSampler(EpochPlan(8, 4, 2), 0).state_dict())
+    with pytest.raises(ValueError, match=r"epoch must be .*, got -1"):
+        sampler.set_epoch(-1)
+
+
+# --- somebody else's sampler ----------------------------------------------------------------------
+
+
+class Shuffled:
+    """As many are written: told its epoch, it shuffles."""
+
+    def __init__(self, n):
+        self.n, self.epoch = n, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(np.random.default_rng(self.epoch).permutation(self.n).tolist())
+
+
+def test_a_samplers_own_epochs_are_dealt_out_and_resumed():
+    for epoch in (0, 1, 4):
+        whole = np.random.default_rng(epoch).permutation(10).tolist()
+        shares = []
+        for rank in range(3):
+            sampler = DistributedSampler(
+                10, 3, rank, order=sampler_order(Shuffled(10)), tail="mask"
+            )
+            sampler.set_epoch(epoch)
+            shares.append(list(sampler))
+            assert shares[-1] == whole[rank::3]
+        state = sampler.state_dict(consumed=2)
+        other = DistributedSampler(10, 1, 0, order=sampler_order(Shuffled(10)), tail="mask")
+        other.load_state_dict(state)
+        assert list(other) == whole[6:]
+    assert sampler_order([2, 0, 1])(7) == [2, 0, 1]
+
+
+class Generator:
+    def manual_seed(self, seed):
+        self.rng = np.random.default_rng(seed)
+
+
+class Drawing:
+    """As torch's: a generator, and no set_epoch."""
+
+    def __init__(self):
+        self.generator, self.replacement = Generator(), True
+
+    def __iter__(self):
+        return iter(self.generator.rng.integers(0, 5, 8).tolist())
+
+
+def test_a_samplers_generator_is_seeded_by_seed_and_epoch():
+    orders = [sampler_order(Drawing(), seed=seed) for seed in (0, 0, 1)]
+    draws = [[tuple(order(epoch)) for epoch in (0, 1)] for order in orders]
+    assert draws[0] == draws[1] != draws[2]
+    assert draws[0][0] != draws[0][1]
+    assert EpochPlan.from_order(orders[0], 2, 2, num_examples=5).epoch_length == 8
+
+
+@pytest.mark.parametrize(
+    ("sampler", "error", "match"),
+    [
+        (iter([1]), TypeError, "got list_iterator, which can be read but once"),
+        (3, TypeError, "got int, which cannot be read"),
+        (DistributedSampler(8, 2, 0), ValueError, "not be sharded already, got a .* of 2 replicas"),
+    ],
+)
+def test_bad_samplers_are_refused(sampler, error, match):
+    with pytest.raises(error, match=f"^sampler_order: sampler must .*{match}"):
+        sampler_order(sampler)
+    with pytest.raises(ValueError, match="sampler_order: seed must be"):
+        sampler_order([1], seed=2**64)
