@@ -216,3 +216,14 @@ def test_one_scale_of_float32_is_taken_in_a_field_of_the_state():
             step(state_of(DynamicScale(scale=scale)), batch_of(TINY))
     state, _ = step(state_of(stats=DynamicScale()), batch_of(TINY))  # whatever the field's name
     assert int(state.stats.fin_steps) == 1
+
+
+def test_a_scale_costs_no_reduction_and_a_step_without_one_asks_for_nothing():
+    step = make_train_step(loss_fn, data_mesh(2), microbatches=2)
+    texts = [
+        step.lower(state_of(scale), batch_of(TINY)).compile().as_text()
+        for scale in (None, DynamicScale())
+    ]
+    assert ["is-finite" in text for text in texts] == [False, True]
+    counts = [text.count(" all-reduce(") + text.count(" all-reduce-start(") for text in texts]
+    assert counts[0] == counts[1] > 0
