@@ -163,6 +163,27 @@ def test_a_window_leaves_an_overflow_out_and_is_closed_without_it_where_it_must(
     assert take(TINY, 0 * WEIGHTS) == (1, False, True)  # an empty batch has its place, as ever
 
 
+def test_a_window_that_an_overflow_closes_keeps_its_collections():
+    step = make_train_step(with_stats, data_mesh(1), mutable="stats")
+    tx = weighted_multi_steps(optax.sgd(1.0), 2)
+    state = state_of(DynamicScale(), tx, stats=jnp.float32(0))
+    for gain, stats in [(TINY, 1), (LARGE, 1), (TINY, 2)]:
+        state, _ = step(state, batch_of(gain), flush=np.bool_(True))
+        assert float(state.stats) == stats
+
+
+def test_an_overflow_of_all_rows_is_none_of_a_microbatch():
+    """Each microbatch's gradient fits into float16, and their sum only into float32."""
+    params = {"w": jnp.zeros(2, jnp.float16)}
+    state = State.create(
+        apply_fn=None, params=params, tx=optax.sgd(1.0), dynamic_scale=DynamicScale(scale=2.0**16)
+    )
+    step = make_train_step(loss_fn, data_mesh(1), microbatches=4)
+    state, report = step(state, batch_of(0.8, np.ones(8, np.float32)))
+    assert report.finite
+    np.testing.assert_allclose(state.params["w"], -0.8 * X.mean(axis=0), rtol=4e-3)
+
+
 def test_a_line_search_sees_the_unscaled_loss_and_gradient():
     def update(updates, state, params, *, value, grad, value_fn, grad_fn, **_):
         found, again = jax.value_and_grad(value_fn)(params)
