@@ -31,7 +31,8 @@ def find_scale(state: Any) -> tuple[str, DynamicScale] | None:
             f"{', '.join('state' + place for place in places)}. {_REMEDY}"
         )
     scale = getattr(state, own[0])
-    dtype = jax.dtypes.result_type(scale.scale)
+    # of a number, an array, or the shape of one, as `lower` takes it
+    dtype = getattr(scale.scale, "dtype", None) or jnp.result_type(scale.scale)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 4:
         raise TypeError(
             f"train step: state.{own[0]} must hold its scale in float32, got {dtype}, in which it "
@@ -64,7 +65,7 @@ def update_scale(scale: DynamicScale, finite: Array, skipped: Array) -> DynamicS
     def stand_in(x: Array) -> Array:
         return x * jnp.where(finite, 0, jnp.inf).astype(x.dtype)
 
-    updated = scale.value_and_grad(stand_in)(jnp.zeros((), jnp.float32)).dynamic_scale
+    updated = scale.value_and_grad(stand_in)(jnp.ones((), jnp.float32)).dynamic_scale
 
     def choose(old: Any, new: Any) -> Array:
         old = jnp.asarray(old)

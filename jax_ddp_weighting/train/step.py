@@ -145,10 +145,15 @@ class StepOptions:
         """The coefficients that are functions of the step, at this one: float scalars by term.
 
         Raises:
-            TypeError: one returns no real number.
+            TypeError: one returns no real number, or nobody counts.
             ValueError: one returns no scalar.
         """
         schedules = {n: each for n, each in (self.coefficients or {}).items() if callable(each)}
+        if schedules and count is None:
+            raise TypeError(
+                f"{self.caller}: coefficients must be numbers where the state has no step, got a "
+                f"function for {next(iter(schedules))!r}. flax's TrainState counts its steps."
+            )
         return {name: self._call_schedule(name, each, count) for name, each in schedules.items()}
 
     def _call_schedule(self, name: str, schedule: Callable[[Any], Any], count: Any) -> Array:

@@ -257,7 +257,9 @@ def make_train_step(
     ) -> tuple[Any, StepReport]:
         old = {name: getattr(state, name) for name in names}
         scale = find_scale(state)
-        varying = Varying(options.call_schedules(state.step), scale and scale[1].scale)
+        varying = Varying(
+            options.call_schedules(getattr(state, "step", None)), scale and scale[1].scale
+        )
         given = old, batch, rng, replicated, varying
         report, gradients, collections = gradient(state.params, *given)
 

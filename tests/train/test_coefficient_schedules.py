@@ -1,11 +1,13 @@
 """Coefficients that are functions of the step: the same everywhere, compiled once, or refused."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, struct
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
@@ -114,6 +116,26 @@ def test_what_is_no_number_is_refused_in_words(schedule, error, message):
     step = make_train_step(loss_fn, data_mesh(1), coefficients={"a": 1.0, "b": schedule})
     with pytest.raises(error, match=f"make_train_step: .*{message}"):
         step(state_of(), BATCH)
+
+
+class Uncounted(struct.PyTreeNode):
+    params: Any
+    opt_state: Any
+    tx: Any = struct.field(pytree_node=False)
+
+    def apply_gradients(self, *, grads):
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        return self.replace(params=optax.apply_updates(self.params, updates), opt_state=opt_state)
+
+
+def test_a_state_that_does_not_count_takes_numbers_alone():
+    tx, params = optax.sgd(1.0), {"w": jnp.float32(1)}
+    state = Uncounted(params, tx.init(params), tx)
+    step = make_train_step(loss_fn, data_mesh(1), coefficients={"a": 1.0, "b": 0.0})
+    assert float(step(state, BATCH)[0].params["w"]) == pytest.approx(1 - SLOPES[0], rel=1e-5)
+    step = make_train_step(loss_fn, data_mesh(1), coefficients={"a": 1.0, "b": GROWING})
+    with pytest.raises(TypeError, match="must be numbers where the state has no step, got a func"):
+        step(state, BATCH)
 
 
 def test_numbers_of_python_and_integers_are_taken():

@@ -246,5 +246,7 @@ def test_a_scale_costs_no_reduction_and_a_step_without_one_asks_for_nothing():
         for scale in (None, DynamicScale())
     ]
     assert ["is-finite" in text for text in texts] == [False, True]
+    shapes = jax.eval_shape(lambda: state_of(DynamicScale()))
+    assert "is_finite" in step.lower(shapes, batch_of(TINY)).as_text()
     counts = [text.count(" all-reduce(") + text.count(" all-reduce-start(") for text in texts]
     assert counts[0] == counts[1] > 0
