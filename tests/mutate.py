@@ -58,6 +58,7 @@ CORNERS = "weighting/test_gradient_corners.py"
 PIECES = "weighting/test_gradient_pieces.py"
 KEPT = "weighting/test_kept_state.py"
 RANKS = "distributed/test_over_ranks.py"
+SCALE = "train/test_loss_scale.py"
 STEPS = "train/test_step_corners.py"
 NORMS = "train/test_norm_corners.py"
 TERMS = (CORNERS, PIECES, KEPT, "data/test_join.py")
@@ -369,9 +370,63 @@ MUTATIONS = [
         TERMS,
         (
             "a metric that pulls",
-            "return isinstance(factor, Tracer) or bool(np.any(np.asarray(factor) != 0))",
-            "return True",
+            "callable(factor) or bool(np.any(np.asarray(factor) != 0))",
+            "True",
             "weighting/test_gradient_corners.py::test_a_metric_that_is_nan_stays_out_of_the_value_and_the_gradient",
+        ),
+    ),
+    *of(
+        "weighting/gradient.py",
+        (SCALE,),
+        (
+            "gradients that are not divided by their scale",
+            "return gradient / jnp.asarray(scale, gradient.dtype)",
+            "return gradient",
+            f"{SCALE}::test_without_a_scale_the_same_gradient_vanishes",
+        ),
+        (
+            "gradients that are narrowed before they are divided",
+            "if options.scale is None:  # else they are divided by it first",
+            "if True:",
+            f"{SCALE}::test_an_overflow_of_all_rows_is_none_of_a_microbatch",
+        ),
+    ),
+    *of(
+        "train/loss_scale.py",
+        (SCALE,),
+        (
+            "an empty step that moves the scale",
+            "return jnp.where(skipped, old, ",
+            "return jnp.where(False, old, ",
+            f"{SCALE}::test_an_overflow_leaves_everything_as_it_was_and_an_empty_step_the_scale_too",
+        ),
+    ),
+    *of(
+        "train/train_state.py",
+        (SCALE,),
+        (
+            "an overflow that is applied",
+            "skipped, held = skipped | ~finite, ~finite & ~jnp",
+            "skipped, held = skipped, jnp.zeros((), bool) & ~jnp",
+            f"{SCALE}::test_an_overflow_leaves_everything_as_it_was_and_an_empty_step_the_scale_too",
+        ),
+        (
+            "an overflow that has its weight in a window",
+            'offered["weight"] = jnp.where(finite, offered["weight"], 0)',
+            "pass",
+            f"{SCALE}::test_a_window_leaves_an_overflow_out_and_is_closed_without_it_where_it_must",
+        ),
+        (
+            "a window that an overflow keeps open",
+            ' & ~jnp.asarray(extra.get("flush", False))',
+            "",
+            f"{SCALE}::test_a_window_leaves_an_overflow_out_and_is_closed_without_it_where_it_must",
+        ),
+        (
+            "an overflow's collections in a window that it closes",
+            "collections = jax.tree.map(partial(jnp.where, finite), collections, old)",
+            "pass",
+            f"{SCALE}::test_a_window_that_an_overflow_closes_keeps_its_collections",
         ),
     ),
     *of(

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.stages import Lowered
 from jaxtyping import Array, PyTree
@@ -13,6 +15,12 @@ from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.train.boxes import box_as, free_boxes
 from jax_ddp_weighting.train.compilation import CompiledStep
+from jax_ddp_weighting.train.loss_scale import (
+    are_finite,
+    check_optimizer_types,
+    find_scale,
+    update_scale,
+)
 from jax_ddp_weighting.train.optimizer import (
     check_optimizer,
     make_arguments,
@@ -22,6 +30,7 @@ from jax_ddp_weighting.train.optimizer import (
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
+    Varying,
     check_call,
     check_takes,
     global_step,
@@ -88,8 +97,16 @@ def make_train_step(
     one. Who wants it all the same says `skip_empty=False`.)
 
     What is to be reported beside the loss, such as an accuracy, is a term of coefficient 0: it is
-    counted over all ranks and microbatches like the loss, and pulls on nothing. Loss scaling and
-    leaving out steps of infinite gradients are optax's (`optax.apply_if_finite`).
+    counted over all ranks and microbatches like the loss, and pulls on nothing.
+
+    Losses are scaled for float16 where a field of the state, of any name, holds flax's
+    `DynamicScale`: what is pulled back is multiplied by its scale, and the gradient divided by it
+    in float32, before the norm, the optimizer or a window sees it. Losses are reported unscaled.
+    The scale moves once per step by flax's own rule, by whether the gradient of all ranks is
+    finite. A step in which it is not changes nothing else, the state's count included
+    (`report.finite` and `report.stepped` are False, and a window goes on without that batch); a
+    skipped step leaves the scale as it is. (Without a scale, `optax.apply_if_finite` leaves out
+    infinite gradients.)
 
     Args:
         loss_fn: `loss_fn(params, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
@@ -99,7 +116,9 @@ def make_train_step(
             stays where it lies, and so does the optimizer's state.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
-        coefficients: one factor per term.
+        coefficients: one factor per term: a number, or a function of `state.step`, the number of
+            steps taken, such as a schedule of optax's. The term of a function pulls always, even in
+            a step where it is 0. (With `weighted_multi_steps` the count is that of batches.)
         divisors: by term what it is divided by in place of its weight over the whole step: a
             number, or a function of that weight; see `value_and_grad`. A term with a divisor makes
             a step count wherever the divisor is above 0, with accepted rows or without: one with a
@@ -152,9 +171,10 @@ def make_train_step(
     Raises:
         ValueError: the mesh lacks the axis, an option is unknown, the batch's rows do not divide by
             the ranks and microbatches, a collection may differ from rank to rank, or the state was
-            given away to an earlier step.
+            given away to an earlier step, or it holds several `DynamicScale`s.
         TypeError: the step is given something else than a state, a `Batch` and a key, or an
-            optimizer that accumulates by votes, such as `optax.MultiSteps`. See
+            optimizer that accumulates by votes, such as `optax.MultiSteps`, or whose state is too
+            narrow for unscaled gradients; a coefficient's function returns no number. See
             `value_and_grad` for what a loss function may do wrong.
 
     Example:
@@ -170,6 +190,15 @@ def make_train_step(
         >>> state, report = step(state, batch)
         >>> float(state.params["w"]), float(report.loss.value), bool(report.skipped)
         (2.0, 5.0, False)
+
+        A second term that grows over the first hundred steps:
+
+        >>> def penalised(params, batch):
+        ...     nll = loss_fn(params, batch)
+        ...     return {"nll": nll, "penalty": nll.once(params["w"] ** 2)}
+        >>> weights = {"nll": 1.0, "penalty": optax.linear_schedule(0.0, 0.1, 100)}
+        >>> step = make_train_step(penalised, data_mesh(1), coefficients=weights)
+        >>> state, report = step(state, batch)
 
         Dropout that does not depend on how rows are split:
 
@@ -238,31 +267,51 @@ def make_train_step(
         replicated: PyTree,
     ) -> tuple[Any, StepReport]:
         old = {name: getattr(state, name) for name in names}
+        scale = find_scale(state)
+        varying = Varying(
+            options.call_schedules(getattr(state, "step", None)), scale and scale[1].scale
+        )
+        given = old, batch, rng, replicated, varying
         gradient = partial(gradient_of, placement.params)
-        report, gradients, collections = gradient(state.params, old, batch, rng, replicated)
+        report, gradients, collections = gradient(state.params, *given)
 
         def evaluate(params: PyTree) -> tuple[Array, PyTree]:
-            elsewhere, gradients, _ = gradient(params, old, batch, rng, replicated)
+            elsewhere, gradients, _ = gradient(params, *given)
             return elsewhere.loss.value, gradients
 
         def apply(optimizer: Any, state: Any) -> Any:
             # TrainState knows no extra arguments, so they are bound to its optimizer for one call.
             bound = state.replace(tx=optimizer)
             bound = bound.apply_gradients(grads=gradients, **collections)
+            if scale is not None:
+                check_optimizer_types(state.opt_state, bound.opt_state)
             return bound.replace(tx=state.tx)
 
         offered = make_arguments(state.tx, state.opt_state, report, gradients, evaluate, options)
+        skipped, held, changed = report.skipped, None, {}
+        if scale is not None:
+            name, dynamic_scale = scale
+            finite = skipped | are_finite(gradients)
+            report = replace(report, finite=finite)
+            changed[name] = update_scale(dynamic_scale, finite, skipped)
+            # In a window such a batch has no place, as one that optax's skip_not_finite leaves out;
+            # but a window that is to be closed with it is closed with what it holds.
+            skipped, held = skipped | ~finite, ~finite & ~jnp.asarray(extra.get("flush", False))
+            if "weight" in offered:
+                offered["weight"] = jnp.where(finite, offered["weight"], 0)
+            collections = jax.tree.map(partial(jnp.where, finite), collections, old)
         state, stepped = run_optimizer(
-            state.tx, state.opt_state, offered, extra, report.skipped, apply, state
+            state.tx, state.opt_state, offered, extra, skipped, apply, state, held
         )
         norm = take_norm(gradients) if grad_norm else None
-        return state, replace(report, stepped=stepped, grad_norm=norm)
+        return state.replace(**changed), replace(report, stepped=stepped, grad_norm=norm)
 
     def check(
         state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
     ) -> None:
         del replicated  # anything that a loss function may be given
         _check_state(state, names)
+        find_scale(state)
         check_call(batch, rng, options)
         check_optimizer(state.tx, state.opt_state, extra)
 

@@ -41,6 +41,7 @@ from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import (
     LossFn,
     check_axes,
+    check_coefficients,
     check_state,
     check_totals,
     describe,
@@ -135,6 +136,10 @@ def value_and_grad(
         coefficients: one factor per term, for loss functions that return a dict. A term of
             coefficient 0 is a metric: it is summed and reported, and pulls no gradient. Of a traced
             coefficient nothing is known beforehand, so its term is no metric, even where it is 0.
+            One that changes with the step is such a traced number, `{"kl": schedule(count)}` inside
+            one's own `jit`; a function is taken by training steps alone, which have a count. And a
+            traced factor on all of them is a loss scale: gradients come back multiplied by it in
+            the dtypes of `params`, to be divided by it in float32.
         divisors: by term (the one unnamed term is `"loss"`) what it is divided by in place of its
             weight, whatever the regime and however many ranks and microbatches there are. A number,
             finite and at least 0, such as the expected size of a batch. Or a function of the term's
@@ -255,6 +260,7 @@ def value_and_grad(
         >>> gradient.tolist()
         [2.0, 3.0]
     """
+    check_coefficients(coefficients, caller="value_and_grad")
     options = GradientOptions(
         loss_fn,
         axis_name,
@@ -304,6 +310,9 @@ class GradientOptions:
         gather_per: None where `loss_fn` takes shards. Else it takes whole parameters, which are
             gathered for it once per `"step"`, or once per `"microbatch"`, with the memory of one
             rank's shards for what is accumulated.
+        scale: what totals are multiplied by on their way back to the parameters, a float scalar, so
+            that gradients in float16 do not vanish; they come divided by it, in float32 at least.
+            With None they come as they are, in the dtypes of the parameters.
     """
 
     loss_fn: LossFn
@@ -317,6 +326,7 @@ class GradientOptions:
     has_accepted: bool = False
     param_specs: ParamSpecs | None = None
     gather_per: str | None = None
+    scale: Any = None
 
     def __post_init__(self) -> None:
         checked = check_microbatches("value_and_grad: microbatches", self.microbatches)
@@ -408,6 +418,8 @@ def take_gradient(
     take = pull_back if options.microbatches == 1 else _accumulate
     found = take(options, params, rows, state, shared=shared)
     totals, gradients = sum_over_ranks(found.totals, axis_name), found.gradients
+    if options.scale is not None:
+        gradients = jax.tree.map(partial(_unscale, scale=options.scale), gradients)
     if gathers == "step":
         gradients = scatter_sum(gradients, specs)
     gradients = layout.sum_gradients(gradients)
@@ -591,12 +603,12 @@ def pull_back(
         lambda params: call_loss(options, params, rows, state, shared=shared), params, has_aux=True
     )
     whole = _divide_by(options, sums.weights, rows) if divided_by is None else divided_by
-    cotangents = {
-        name: _like(
-            divide(jnp.asarray(options.factors[name], total.dtype), whole.terms[name]), total
-        )
-        for name, total in totals.items()
-    }
+    cotangents = {}
+    for name, total in totals.items():
+        each = divide(jnp.asarray(options.factors[name], total.dtype), whole.terms[name])
+        # here, before anything of float16 is multiplied by it
+        each = each if options.scale is None else each * jnp.asarray(options.scale, each.dtype)
+        cotangents[name] = _like(each, total)
     gradients = pull(cotangents)[0]
     return Pulled(gradients, {**totals, **sums.metrics}, whole, sums.state, sums.aux)
 
@@ -628,13 +640,19 @@ def _accumulate(
     # in float32 at least: small gradients vanish in a bfloat16 sum
     zeros = jax.tree.map(_zeros_like, params)
     (gradients, state), (totals, aux) = lax.scan(add, (zeros, state), numbers)
-    gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
+    if options.scale is None:  # else they are divided by it first
+        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
     totals = jax.tree.map(partial(jnp.sum, axis=0), totals)
     return Pulled(gradients, totals, whole, state, aux)
 
 
 def _like(value: Array, model: Array) -> Array:
     return mesh.vary_like(value.astype(model.dtype), model)
+
+
+def _unscale(gradient: Array, scale: Any) -> Array:
+    gradient = gradient.astype(widen(jnp.float32, gradient.dtype))
+    return gradient / jnp.asarray(scale, gradient.dtype)
 
 
 def _zeros_like(leaf: Array) -> Array:
