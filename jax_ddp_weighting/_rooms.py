@@ -29,8 +29,8 @@ PUBLIC = {
         *("JOIN_CONVENTIONS", "batches", "check_agreement", "global_batch", "join_batches"),
     ),
     "weighting": (
-        *("GlobalLoss", "WeightedSum", "rank_share", "valid_labels", "value_and_grad"),
-        "weighted_sum",
+        *("GlobalLoss", "WeightedSum", "average_gradients", "rank_share", "valid_labels"),
+        *("value_and_grad", "weighted_sum"),
     ),
     "train": (
         *("BatchNorm", "EpochReport", "NnxBatchNorm", "StepReport", "make_nnx_train_step"),

@@ -58,6 +58,7 @@ CORNERS = "weighting/test_gradient_corners.py"
 PIECES = "weighting/test_gradient_pieces.py"
 KEPT = "weighting/test_kept_state.py"
 RANKS = "distributed/test_over_ranks.py"
+SCALE = "train/test_loss_scale.py"
 STEPS = "train/test_step_corners.py"
 NORMS = "train/test_norm_corners.py"
 TERMS = (CORNERS, PIECES, KEPT, "data/test_join.py")
@@ -259,24 +260,52 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "weighting/param_specs.py",
+        (CORNERS, "weighting/test_param_specs.py", "weighting/test_parallelisms.py"),
+        (
+            "gradients averaged over the ranks",
+            "summed = lax.psum(summed, axes)",
+            "summed = lax.pmean(summed, axes)",
+            "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
+        ),
+        (
+            "gradients of shards summed once more",
+            "return Layout(tuple(tuple(a for a in named if a not in each) for each in own), 1)",
+            "return Layout(tuple(named for each in own), 1)",
+            "weighting/test_param_specs.py::test_each_shard_gets_its_own_gradient[shard_map-1]",
+        ),
+        (
+            "copies of the same rows counted where types do not tell",
+            "leaf if self.copies == 1 else leaf / self.copies",
+            "leaf",
+            "weighting/test_parallelisms.py::test_every_layout_has_one_devices_gradient[tensor-shard_map_unchecked-1]",
+        ),
+        (
+            "a total that differs over an axis without rows taken",
+            "    if wrong:",
+            "    if False:",
+            "weighting/test_parallelisms.py::test_tokens_over_an_axis_that_is_not_named_are_refused_without_types_too[pipeline-vmap]",
+        ),
+        (
+            "a parameter gathered without a spec taken",
+            "if each.others or not each.name.startswith(_MOVES):",
+            "if True:",
+            "weighting/test_param_specs.py::test_a_shard_without_its_spec_is_refused_in_every_regime[None-vmap]",
+        ),
+    ),
+    *of(
         "weighting/gradient.py",
         (CORNERS, PIECES),
         (
             "vary left out of value_and_grad's parameters",
-            "        params = mesh.vary(shared, axis_name)",
-            "        params = shared",
+            "        params = mesh.vary(params, axis_name)",
+            "        pass",
             "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
         ),
         (
             "vary left out of what a loss function returns",
             "varied = mesh.vary((pulled, metrics, weights), options.axis_name)",
             "varied = pulled, metrics, weights",
-            "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
-        ),
-        (
-            "gradients averaged over the ranks",
-            "gradients = lax.psum(gradients, axis_name)",
-            "gradients = lax.pmean(gradients, axis_name)",
             "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
         ),
         (
@@ -381,9 +410,63 @@ MUTATIONS = [
         TERMS,
         (
             "a metric that pulls",
-            "return isinstance(factor, Tracer) or bool(np.any(np.asarray(factor) != 0))",
-            "return True",
+            "callable(factor) or bool(np.any(np.asarray(factor) != 0))",
+            "True",
             "weighting/test_gradient_corners.py::test_a_metric_that_is_nan_stays_out_of_the_value_and_the_gradient",
+        ),
+    ),
+    *of(
+        "weighting/gradient.py",
+        (SCALE,),
+        (
+            "gradients that are not divided by their scale",
+            "return gradient / jnp.asarray(scale, gradient.dtype)",
+            "return gradient",
+            f"{SCALE}::test_without_a_scale_the_same_gradient_vanishes",
+        ),
+        (
+            "gradients that are narrowed before they are divided",
+            "if options.scale is None:  # else they are divided by it first",
+            "if True:",
+            f"{SCALE}::test_an_overflow_of_all_rows_is_none_of_a_microbatch",
+        ),
+    ),
+    *of(
+        "train/loss_scale.py",
+        (SCALE,),
+        (
+            "an empty step that moves the scale",
+            "return jnp.where(skipped, old, ",
+            "return jnp.where(False, old, ",
+            f"{SCALE}::test_an_overflow_leaves_everything_as_it_was_and_an_empty_step_the_scale_too",
+        ),
+    ),
+    *of(
+        "train/train_state.py",
+        (SCALE,),
+        (
+            "an overflow that is applied",
+            "skipped, held = skipped | ~finite, ~finite & ~jnp",
+            "skipped, held = skipped, jnp.zeros((), bool) & ~jnp",
+            f"{SCALE}::test_an_overflow_leaves_everything_as_it_was_and_an_empty_step_the_scale_too",
+        ),
+        (
+            "an overflow that has its weight in a window",
+            'offered["weight"] = jnp.where(finite, offered["weight"], 0)',
+            "pass",
+            f"{SCALE}::test_a_window_leaves_an_overflow_out_and_is_closed_without_it_where_it_must",
+        ),
+        (
+            "a window that an overflow keeps open",
+            ' & ~jnp.asarray(extra.get("flush", False))',
+            "",
+            f"{SCALE}::test_a_window_leaves_an_overflow_out_and_is_closed_without_it_where_it_must",
+        ),
+        (
+            "an overflow's collections in a window that it closes",
+            "collections = jax.tree.map(partial(jnp.where, finite), collections, old)",
+            "pass",
+            f"{SCALE}::test_a_window_that_an_overflow_closes_keeps_its_collections",
         ),
     ),
     *of(

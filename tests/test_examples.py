@@ -55,6 +55,19 @@ def test_tokens_shows_naive_errors_grow_while_ours_stay_at_rounding():
     assert errors["microbatch means"][0] < 1e-5 < 0.01 < errors["microbatch means"][-1]
 
 
+def test_experts_are_balanced_over_the_step_however_it_is_split():
+    out = run("experts.py")
+    splits = re.findall(r"(\d) x (\d)", out)
+    assert [sorted(map(int, column)) for column in zip(*splits, strict=True)] == [[1, 2, 4]] * 2
+    rows = re.findall(r"^(shares of the step|of each microbatch) +(.*)$", out, re.MULTILINE)
+    errors = {name: list(map(float, values.split())) for name, values in rows}
+    assert max(errors["shares of the step"]) < 1e-5
+    assert errors["of each microbatch"][0] < 1e-5
+    assert min(errors["of each microbatch"][1:]) > 5e-3
+    losses = list(map(float, re.findall(r"epoch \d: (\S+) nats a byte", out)))
+    assert losses == sorted(losses, reverse=True)
+
+
 def test_loaders_say_which_loaders_they_compared():
     out = run("loaders.py")
     compared = re.search(r"compared: ([\w, ]+)\n", out).group(1).split(", ")

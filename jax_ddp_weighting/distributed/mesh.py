@@ -142,6 +142,17 @@ def replicated_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def spec_over(sharding: Any, axis_name: AxisName, ndim: int) -> PartitionSpec:
+    """How an array lies over the axis, and nothing else; `P()` where it is whole on every rank."""
+    if not isinstance(sharding, NamedSharding):
+        return PartitionSpec()
+    named, entries = _names(axis_name), []
+    for entry in (*sharding.spec, *[None] * ndim)[:ndim]:
+        kept = tuple(name for name in names_of(entry) if name in named)
+        entries.append(kept[0] if len(kept) == 1 else kept or None)
+    return PartitionSpec(*entries) if any(entries) else PartitionSpec()
+
+
 def place(tree: T, sharding: NamedSharding) -> T:
     """The tree on the mesh: leaves that lie on it stay as they are, others move to `sharding`.
 
@@ -212,6 +223,33 @@ def varies(value: jax.Array, axis_name: AxisName) -> bool:
     return not _varying(value).isdisjoint(_names(axis_name))
 
 
+def varying_axes(value: Any) -> frozenset[str]:
+    """The mapped axes over which the value's type says that it may differ.
+
+    None where types do not tell: `shard_map(check_vma=False)`, `pmap`, `vmap`.
+    """
+    return _varying(value)
+
+
+def names_of(axis_name: AxisName | None) -> tuple[str, ...]:
+    """The names of one axis, of several, or of none."""
+    return () if axis_name is None else _names(axis_name)
+
+
+def is_mapped(name: str) -> bool:
+    """Whether the axis is mapped here."""
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The axes that the `shard_map`s around here map."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def unnamed_axes(
     tree: PyTree, axis_name: AxisName | None, *, parameters: PyTree
 ) -> tuple[str, ...]:
@@ -263,6 +301,8 @@ def over_ranks(
     *,
     axis_name: AxisName = "data",
     engine: str = "shard_map",
+    in_specs: PyTree = None,
+    out_specs: PyTree = None,
 ) -> Callable[[PyTree, PyTree], PyTree]:
     """`fn(replicated, rows)`, run once per rank on the rank's own rows, in the chosen regime.
 
@@ -271,6 +311,9 @@ def over_ranks(
         mesh: a mesh with the axis; `vmap` uses its size only, so an abstract one will do.
         axis_name: the data axis.
         engine: one of `ENGINES`. Under `"jit"`, `fn` sees all rows at once and no axis.
+        in_specs: under `shard_map`, how the first argument lies over the axis, where not all of it
+            is the same on every rank.
+        out_specs: the same of the result.
 
     Returns:
         A function of `(replicated, rows)`: the first as it is on every rank, every leaf of the
@@ -287,8 +330,8 @@ def over_ranks(
         return jax.shard_map(
             fn,
             mesh=mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(axis_name)),
-            out_specs=PartitionSpec(),
+            in_specs=(in_specs or PartitionSpec(), PartitionSpec(axis_name)),
+            out_specs=out_specs or PartitionSpec(),
             # other axes of the mesh stay automatic, so that parameters may be sharded over them
             axis_names=set(_names(axis_name)),
             check_vma=engine == "shard_map",

@@ -39,7 +39,7 @@ from jax_ddp_weighting.testing.rounding import (
 )
 from jax_ddp_weighting.weighting.divisors import Divisors, check_divisors
 from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
-from jax_ddp_weighting.weighting.loss_terms import LossFn
+from jax_ddp_weighting.weighting.loss_terms import LossFn, check_coefficients
 from jax_ddp_weighting.weighting.loss_terms import describe as describe_value
 from jax_ddp_weighting.weighting.microbatches import Rows
 from jax_ddp_weighting.weighting.named_arguments import find_named
@@ -148,6 +148,7 @@ def check_gradients(
     # only what is given: a gradient on trial need not take what is not used
     extras |= {} if divisors is None else {"divisors": divisors}
     extras |= {} if statistics is None else {"statistics": statistics}
+    check_coefficients(coefficients, caller="check_gradients")
     check_divisors(divisors, coefficients, caller="check_gradients")
     check_statistics(statistics, caller="check_gradients")
     options = {"microbatches": microbatches, "coefficients": coefficients, **extras}

@@ -28,7 +28,7 @@ class _Known(NamedTuple):
 
 
 class CompiledStep:
-    """`step(carried, batch, *rest) -> (carried, report)`, compiled once for a run.
+    """`step(placement, carried, batch, *rest) -> (carried, report)`, compiled once for a run.
 
     The rule: what is carried is placed on the mesh when it first comes, comes back where it lay,
     and is donated. So every later call has the placement of the first, and compiles nothing. What
@@ -36,7 +36,7 @@ class CompiledStep:
     structure or placement before anything is placed, and for new shapes when they are traced.
 
     Args:
-        step: what is compiled.
+        step: what is compiled; first it is told the shardings of what is carried.
         mesh: where it runs.
         axis_name: the data axis.
         check: raises for what no step can be made of.
@@ -62,13 +62,16 @@ class CompiledStep:
         self._jitted: dict[Any, Any] = {}  # by structure and placement of what is carried
         self._known: dict[Any, _Known] = {}  # by those of all that a call is given
 
-        @wraps(step)  # by its name it is found in logs of compilations and profiles
-        def check_and_step(carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
-            # runs when traced only: what has been placed before may still come with other shapes
-            check(carried, batch, *rest)
-            return step(carried, batch, *rest)
+        def bind(placement: Any) -> Callable[..., tuple[Any, Any]]:
+            @wraps(step)  # by its name it is found in logs of compilations and profiles
+            def check_and_step(carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
+                # runs when traced only: what was placed before may still come with other shapes
+                check(carried, batch, *rest)
+                return step(placement, carried, batch, *rest)
 
-        self._step = check_and_step
+            return check_and_step
+
+        self._bind = bind
 
     def __call__(self, carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
         """One step; what is carried must not be used again where it is donated."""
@@ -121,7 +124,7 @@ class CompiledStep:
             # compilation, and for sharded parameters a slow one-off reshuffle.
             placement = structure.unflatten(shardings)
             self._jitted[structure, shardings] = jax.jit(
-                self._step,
+                self._bind(placement),
                 donate_argnums=(0,) if self._donate else (),
                 out_shardings=(placement, None),
             )

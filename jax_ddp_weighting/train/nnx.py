@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, PyTree
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.train.compilation import CompiledStep
+from jax_ddp_weighting.train.loss_scale import is_scale
 from jax_ddp_weighting.train.optimizer import (
     check_optimizer,
     make_arguments,
@@ -22,6 +24,7 @@ from jax_ddp_weighting.train.optimizer import (
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
+    Varying,
     check_call,
     check_takes,
     global_step,
@@ -91,6 +94,7 @@ def make_nnx_train_step(
     statistics: Statistics | None = None,
     skip_empty: bool = True,
     rng_per: str = "rank",
+    gather_per: str = "step",
     grad_norm: bool = False,
     donate: bool = True,
     axis_name: AxisName = "data",
@@ -106,11 +110,12 @@ def make_nnx_train_step(
         loss_fn: `loss_fn(model, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
             that `coefficients` combines; `loss_fn(model, batch, rng)` where the step is given an
             rng. It may update the model's variables, and add or remove none.
-        mesh: a mesh with the data axis. Parameters may be sharded over other axes (and under
-            `"jit"` over this one): each stays where it lies.
+        mesh: a mesh with the data axis. Parameters may be sharded over any of its axes: each
+            stays where it lies, and so does the optimizer's state.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
-        coefficients: one factor per term; 0 for one that is only to be reported.
+        coefficients: one factor per term; 0 for one that is only to be reported. A function of the
+            step, such as a schedule of optax's, is called with `optimizer.step`.
         divisors: what terms are divided by in place of their weights, as in `make_train_step`.
         statistics: sums over all rows of the step that `loss_fn` is given as `statistics=`, as in
             `make_train_step`: `statistics(model, batch)`. What it changes in the model is dropped.
@@ -119,6 +124,9 @@ def make_nnx_train_step(
             global view of `jit` has one for all rows. `"example"` gives `loss_fn` an array of keys
             `[rows]`, each made of the rng and the row's id alone, and refuses a model that draws
             from streams of its own.
+        gather_per: of parameters that are sharded over the data axis, under `"shard_map"`: `"step"`
+            gathers each once per step and scatters its gradient once, `"microbatch"` does so once
+            per microbatch, and accumulates shards alone. (XLA decides it under `"jit"`.)
         grad_norm: whether `report.grad_norm` is the norm of the global gradient.
         donate: whether the step may write into the arrays of the model and the optimizer. With
             False whoever else holds them may go on reading, at the price of a second set in memory.
@@ -136,7 +144,7 @@ def make_nnx_train_step(
         ValueError: as `make_train_step`; or a variable was added or removed, or a random stream
             drawn from where keys are per example.
         TypeError: the step is given something else than a model, an `nnx.Optimizer`, a `Batch` and
-            a key.
+            a key; or a `DynamicScale` in one of them, which `make_train_step` alone knows.
 
     Example:
         >>> import optax
@@ -161,27 +169,35 @@ def make_nnx_train_step(
         coefficients=coefficients,
         rng_per=rng_per,
         axis_name=axis_name,
+        gather_per=gather_per,
         divisors=divisors,
         skip_empty=skip_empty,
         statistics=statistics,
     )
 
     def step(
-        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
+        placement: Any,
+        carried: Any,
+        batch: Batch,
+        rng: Array | None,
+        extra: dict[str, Any],
+        replicated: PyTree,
     ) -> tuple[Any, StepReport]:
         model_def, params, keys, rest, optimizer = carried
-        gradient = global_step(
+        gradient_of = global_step(
             _of_model(loss_fn, model_def, optimizer.wrt, options),
             options,
             _statistics_of_model(model_def, optimizer.wrt, options),
         )
+        gradient = partial(gradient_of, placement[1])
         old = {"streams": keys, "variables": rest}
-        report, gradients, state = gradient(params, old, batch, rng, replicated)
+        given = old, batch, rng, replicated, Varying(options.call_schedules(optimizer.step[...]))
+        report, gradients, state = gradient(params, *given)
 
         def evaluate(arrays: PyTree) -> tuple[Array, PyTree]:
             # an optimizer sees arrays where a model has variables
             elsewhere = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(arrays))
-            found, gradients, _ = gradient(elsewhere, old, batch, rng, replicated)
+            found, gradients, _ = gradient(elsewhere, *given)
             return found.loss.value, nnx.as_pure(gradients)
 
         def apply(bound: Any, trained: Any) -> Any:
@@ -195,9 +211,9 @@ def make_nnx_train_step(
 
         tx, opt_state, pure = optimizer.tx, optimizer.opt_state, nnx.as_pure(gradients)
         offered = make_arguments(tx, opt_state, report, pure, evaluate, options)
-        given = nnx.as_pure(extra)
+        for_tx = nnx.as_pure(extra)
         (params, optimizer), stepped = run_optimizer(
-            tx, opt_state, offered, given, report.skipped, apply, (params, optimizer)
+            tx, opt_state, offered, for_tx, report.skipped, apply, (params, optimizer)
         )
         norm = take_norm(gradients) if grad_norm else None
         carried = (model_def, params, keys, state["variables"], optimizer)
@@ -207,7 +223,8 @@ def make_nnx_train_step(
         carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
     ) -> None:
         del replicated  # anything that a loss function may be given
-        *_, optimizer = carried
+        *model, optimizer = carried
+        _check_without_scale(nnx.merge(*model, copy=True), optimizer)
         check_call(batch, rng, options)
         check_optimizer(optimizer.tx, optimizer.opt_state, extra)
 
@@ -289,6 +306,19 @@ def _check_nothing_drawn(caller: str, name: str, before: PyTree, after: PyTree) 
             "that drew from a stream of its own, which knows no examples. Pass keys to its layers, "
             "or build it without rngs."
         )
+
+
+def _check_without_scale(model: Any, optimizer: Any) -> None:
+    for tree in (model, optimizer):
+        for path, node in nnx.iter_graph(tree):
+            if is_scale(node.get_value() if isinstance(node, nnx.Variable) else node):
+                where = ".".join(map(str, path))
+                raise TypeError(
+                    "train step: model and optimizer must hold no DynamicScale, got one at "
+                    f"{where}. It is used where a flax TrainState holds it, by make_train_step; "
+                    "for nnx take value_and_grad with the scale as a traced coefficient, and "
+                    "divide the gradients by it in float32."
+                )
 
 
 def _check_pair(model: Any, optimizer: Any) -> None:

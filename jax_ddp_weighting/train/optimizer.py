@@ -36,6 +36,7 @@ def run_optimizer(
     skipped: Array,
     apply: Callable[[Any, T], T],
     carried: T,
+    held: Array | None = None,
 ) -> tuple[T, Array]:
     """What is carried after one call of an optimizer, and whether that call stepped.
 
@@ -48,6 +49,7 @@ def run_optimizer(
             window, in which an empty microbatch has its place.
         apply: `apply(optimizer, carried) -> carried`, which calls the optimizer that it is given.
         carried: what is passed through.
+        held: whether the optimizer is not called at all, window or not; None is never.
     """
 
     def call(pair: tuple[T, Array]) -> tuple[T, Array]:
@@ -56,7 +58,9 @@ def run_optimizer(
         return carried, once.stepped
 
     pair = carried, jnp.zeros((), bool)
-    return call(pair) if counts_windows(opt_state) else apply_unless(skipped, call, pair)
+    if counts_windows(opt_state):
+        return call(pair) if held is None else apply_unless(held, call, pair)
+    return apply_unless(skipped if held is None else skipped | held, call, pair)
 
 
 class _OneCall:
@@ -166,7 +170,12 @@ def _make_value_fn(evaluate: Evaluate) -> Callable[[PyTree], Array]:
     def pull_back(gradients: PyTree, cotangent: Array) -> tuple[PyTree]:
         return (jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), gradients),)
 
-    value_fn.defvjp(evaluate, pull_back)
+    def forward(params: PyTree) -> tuple[Array, PyTree]:
+        value, gradients = evaluate(params)
+        # a derivative has its parameter's dtype, where a loss scale may have given a wider gradient
+        return value, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
+
+    value_fn.defvjp(forward, pull_back)
     return value_fn
 
 

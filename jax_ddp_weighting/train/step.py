@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jax_ddp_weighting._arguments import check_at_least
@@ -22,13 +23,14 @@ from jax_ddp_weighting.weighting.gradient import (
     StepGradient,
     take_gradient,
 )
-from jax_ddp_weighting.weighting.loss_terms import has_gradient
+from jax_ddp_weighting.weighting.loss_terms import describe, has_gradient, is_number
 from jax_ddp_weighting.weighting.microbatches import check_rows
 from jax_ddp_weighting.weighting.named_arguments import find_for_loss
 from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics
 
 STEP_ENGINES = ("shard_map", "jit", "pmap")
 RNG_PER = ("rank", "example")
+GATHER_PER = ("step", "microbatch")
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +50,9 @@ class StepReport:
             `weighted_multi_steps` where a window of any weight closed, be it on a skipped batch.
         grad_norm: the norm of the global gradient before the optimizer, float32 at least, if the
             step was made with `grad_norm=True`; else None.
+        finite: whether the global gradient was finite, where the state holds a `DynamicScale`; else
+            None. If not, nothing was applied, and the scale is smaller. True in a skipped step,
+            which has no gradient.
     """
 
     loss: GlobalLoss
@@ -55,6 +60,7 @@ class StepReport:
     skipped: Bool[Array, ""]
     stepped: Bool[Array, ""]
     grad_norm: Float[Array, ""] | None = None
+    finite: Bool[Array, ""] | None = None
 
     @property
     def bad_weights(self) -> Array:
@@ -82,6 +88,7 @@ class StepOptions:
         divisors: what terms are divided by that have a divisor, or None.
         skip_empty: whether a step in which nothing has weight is skipped.
         statistics: what is summed over the step before any loss is taken, or None.
+        gather_per: one of `GATHER_PER`.
     """
 
     caller: str
@@ -94,9 +101,11 @@ class StepOptions:
     divisors: Divisors | None = None
     skip_empty: bool = True
     statistics: Statistics | None = None
+    gather_per: str = "step"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("engine", STEP_ENGINES), ("rng_per", RNG_PER)):
+        choices = {"engine": STEP_ENGINES, "rng_per": RNG_PER, "gather_per": GATHER_PER}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{self.caller}: {name} must be one of {', '.join(allowed)}, got "
@@ -137,10 +146,65 @@ class StepOptions:
         others = [*(self.divisors or {}).values(), self.statistics]
         return find_for_loss(loss_fn, given, others)
 
+    def call_schedules(self, count: Any) -> dict[str, Array]:
+        """The coefficients that are functions of the step, at this one: float scalars by term.
+
+        Raises:
+            TypeError: one returns no real number, or nobody counts.
+            ValueError: one returns no scalar.
+        """
+        schedules = {n: each for n, each in (self.coefficients or {}).items() if callable(each)}
+        if schedules and count is None:
+            raise TypeError(
+                f"{self.caller}: coefficients must be numbers where the state has no step, got a "
+                f"function for {next(iter(schedules))!r}. flax's TrainState counts its steps."
+            )
+        return {name: self._call_schedule(name, each, count) for name, each in schedules.items()}
+
+    def _call_schedule(self, name: str, schedule: Callable[[Any], Any], count: Any) -> Array:
+        factor = schedule(count)
+        if not is_number(factor, real=True):
+            raise TypeError(
+                f"{self.caller}: coefficients[{name!r}] must return a real number for a step, got "
+                f"{describe(factor)}. A schedule of optax's does."
+            )
+        if jnp.shape(factor) != ():
+            raise ValueError(
+                f"{self.caller}: coefficients[{name!r}] must return one number for the whole term, "
+                f"got shape {jnp.shape(factor)}. How much rows or classes count is a weight."
+            )
+        floating = jnp.issubdtype(jnp.result_type(factor), jnp.floating)
+        return jnp.asarray(factor, jnp.result_type(factor) if floating else jnp.result_type(float))
+
     @property
     def mapped_axis(self) -> AxisName | None:
         """The axis that a loss function sees; none in the global view of `jit`."""
         return None if self.engine == "jit" else self.axis_name
+
+    def specs_of(self, params: PyTree, placement: PyTree) -> PyTree:
+        """How parameters lie over the data axis, where a step takes them in shards; else None."""
+        if self.engine != "shard_map":
+            return None
+        leaves = jax.tree.leaves(params)
+        # None for what is traced in somebody's own jit, and so lies nowhere yet
+        shardings = jax.tree.leaves(placement, is_leaf=lambda node: node is None)
+        pairs = zip(leaves, shardings, strict=True)
+        specs = [meshes.spec_over(sharding, self.axis_name, leaf.ndim) for leaf, sharding in pairs]
+        if all(spec == PartitionSpec() for spec in specs):
+            return None
+        return jax.tree.structure(params).unflatten(specs)
+
+
+class Varying(NamedTuple):
+    """What of a step's options changes from step to step, and so is given to the program.
+
+    Attributes:
+        coefficients: those that are functions of the step, at this one, by term.
+        scale: what losses are scaled by, or None.
+    """
+
+    coefficients: dict[str, Array]
+    scale: Any = None
 
 
 def global_step(
@@ -154,11 +218,13 @@ def global_step(
         statistics: `statistics(params, batch, state=state)`, the options' own, or None.
 
     Returns:
-        A function `(params, state, batch, rng, replicated) -> (StepReport, gradients, state)` to be
-        compiled; in a step without weight the gradients are 0 and the state is the one that came
-        in. Where weights are bad it is so too, but for the gradients, which are not to be used.
+        A function `(placement, params, state, batch, rng, replicated, varying) -> (StepReport,
+        gradients, state)` to be compiled, of which the placement is the shardings of the
+        parameters, and `varying` what changes from step to step beside the others. In a step
+        without weight the gradients are 0 and the state is the one that came in. Where weights are
+        bad it is so too, but for the gradients, which are not to be used.
     """
-    gradient = GradientOptions(
+    fixed = GradientOptions(
         loss_fn,
         options.mapped_axis,
         options.microbatches,
@@ -169,8 +235,18 @@ def global_step(
         has_accepted=True,
     )
 
-    def rank_gradient(everywhere: tuple[PyTree, PyTree, Any, PyTree], batch: Batch) -> Any:
-        params, state, rng, replicated = everywhere
+    def rank_gradient(
+        specs: PyTree, everywhere: tuple[PyTree, PyTree, Any, PyTree, Varying], batch: Batch
+    ) -> Any:
+        params, state, rng, replicated, varying = everywhere
+        gradient = fixed
+        if specs is not None:
+            gradient = replace(gradient, param_specs=specs, gather_per=options.gather_per)
+        if varying.coefficients:
+            coefficients = {**(fixed.coefficients or {}), **varying.coefficients}
+            gradient = replace(gradient, coefficients=coefficients)
+        if varying.scale is not None:
+            gradient = replace(gradient, scale=varying.scale)
         keys = None
         if rng is not None and options.rng_per == "example":
             keys, rng = _example_keys(rng, batch.ids), None
@@ -180,21 +256,33 @@ def global_step(
             gradient, params, batch, rng=rng, row_keys=keys, state=state, replicated=replicated
         )
 
-    def over_ranks(engine: str) -> Callable[..., Any]:
+    def over_ranks(engine: str, specs: PyTree) -> Callable[..., Any]:
+        p: Any = PartitionSpec()
         return meshes.over_ranks(
-            rank_gradient, options.mesh, axis_name=options.axis_name, engine=engine
+            partial(rank_gradient, specs),
+            options.mesh,
+            axis_name=options.axis_name,
+            engine=engine,
+            in_specs=None if specs is None else (specs, p, p, p, p),
+            out_specs=None if specs is None else StepGradient(p, specs, p, p, []),
         )
 
     def step(
-        params: PyTree, state: PyTree, batch: Batch, rng: Array | None, replicated: PyTree
+        placement: PyTree,
+        params: PyTree,
+        state: PyTree,
+        batch: Batch,
+        rng: Array | None,
+        replicated: PyTree,
+        varying: Varying,
     ) -> tuple[StepReport, PyTree, PyTree]:
-        inputs = ((params, state, rng, replicated), batch)
+        inputs = ((params, state, rng, replicated, varying), batch)
         if options.engine == "pmap" and jax.tree.leaves(state):
             # pmap would return one rank's state for all of them; the types of a checked shard_map
             # tell whether it is the same on every rank.
-            jax.eval_shape(over_ranks("shard_map"), *inputs)
-        found = over_ranks(options.engine)(*inputs)
-        skipped = _is_empty(found, gradient) if options.skip_empty else found.loss.bad_weights != 0
+            jax.eval_shape(over_ranks("shard_map", None), *inputs)
+        found = over_ranks(options.engine, options.specs_of(params, placement))(*inputs)
+        skipped = _is_empty(found, fixed) if options.skip_empty else found.loss.bad_weights != 0
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, found.state)
         report = StepReport(found.loss, found.accepted, skipped, ~skipped)
         return report, found.gradients, state

@@ -2,15 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.stages import Lowered
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.train.boxes import box_as, free_boxes
 from jax_ddp_weighting.train.compilation import CompiledStep
+from jax_ddp_weighting.train.loss_scale import (
+    are_finite,
+    check_optimizer_types,
+    find_scale,
+    update_scale,
+)
 from jax_ddp_weighting.train.optimizer import (
     check_optimizer,
     make_arguments,
@@ -20,6 +30,7 @@ from jax_ddp_weighting.train.optimizer import (
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
+    Varying,
     check_call,
     check_takes,
     global_step,
@@ -73,6 +84,7 @@ def make_train_step(
     skip_empty: bool = True,
     mutable: str | Sequence[str] = (),
     rng_per: str = "rank",
+    gather_per: str = "step",
     grad_norm: bool = False,
     donate: bool = True,
     axis_name: AxisName = "data",
@@ -85,18 +97,28 @@ def make_train_step(
     one. Who wants it all the same says `skip_empty=False`.)
 
     What is to be reported beside the loss, such as an accuracy, is a term of coefficient 0: it is
-    counted over all ranks and microbatches like the loss, and pulls on nothing. Loss scaling and
-    leaving out steps of infinite gradients are optax's (`optax.apply_if_finite`).
+    counted over all ranks and microbatches like the loss, and pulls on nothing.
+
+    Losses are scaled for float16 where a field of the state, of any name, holds flax's
+    `DynamicScale`: what is pulled back is multiplied by its scale, and the gradient divided by it
+    in float32, before the norm, the optimizer or a window sees it. Losses are reported unscaled.
+    The scale moves once per step by flax's own rule, by whether the gradient of all ranks is
+    finite. A step in which it is not changes nothing else, the state's count included
+    (`report.finite` and `report.stepped` are False, and a window goes on without that batch); a
+    skipped step leaves the scale as it is. (Without a scale, `optax.apply_if_finite` leaves out
+    infinite gradients.)
 
     Args:
         loss_fn: `loss_fn(params, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
             that `coefficients` combines; `loss_fn(params, batch, rng)` where the step is given an
             rng.
-        mesh: a mesh with the data axis. Parameters may be sharded over other axes (and under
-            `"jit"` over this one): each stays where it lies.
+        mesh: a mesh with the data axis. Parameters may be sharded over any of its axes: each
+            stays where it lies, and so does the optimizer's state.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
-        coefficients: one factor per term.
+        coefficients: one factor per term: a number, or a function of `state.step`, the number of
+            steps taken, such as a schedule of optax's. The term of a function pulls always, even in
+            a step where it is 0. (With `weighted_multi_steps` the count is that of batches.)
         divisors: by term what it is divided by in place of its weight over the whole step: a
             number, or a function of that weight; see `value_and_grad`. A term with a divisor makes
             a step count wherever the divisor is above 0, with accepted rows or without: one with a
@@ -118,6 +140,9 @@ def make_train_step(
             has one rng for all rows. `"example"` gives `loss_fn` an array of keys `[rows]`, each
             made of the rng and the row's id alone, so that dropout is the same for every number of
             ranks, rows and microbatches.
+        gather_per: of parameters that are sharded over the data axis, under `"shard_map"`: `"step"`
+            gathers each once per step and scatters its gradient once, `"microbatch"` does so once
+            per microbatch, and accumulates shards alone. (XLA decides it under `"jit"`.)
         grad_norm: whether `report.grad_norm` is the norm of the global gradient.
         donate: whether the step may write into the state that it is given. With False that state
             stays good, at the price of a second one in memory.
@@ -146,9 +171,10 @@ def make_train_step(
     Raises:
         ValueError: the mesh lacks the axis, an option is unknown, the batch's rows do not divide by
             the ranks and microbatches, a collection may differ from rank to rank, or the state was
-            given away to an earlier step.
+            given away to an earlier step, or it holds several `DynamicScale`s.
         TypeError: the step is given something else than a state, a `Batch` and a key, or an
-            optimizer that accumulates by votes, such as `optax.MultiSteps`. See
+            optimizer that accumulates by votes, such as `optax.MultiSteps`, or whose state is too
+            narrow for unscaled gradients; a coefficient's function returns no number. See
             `value_and_grad` for what a loss function may do wrong.
 
     Example:
@@ -164,6 +190,15 @@ def make_train_step(
         >>> state, report = step(state, batch)
         >>> float(state.params["w"]), float(report.loss.value), bool(report.skipped)
         (2.0, 5.0, False)
+
+        A second term that grows over the first hundred steps:
+
+        >>> def penalised(params, batch):
+        ...     nll = loss_fn(params, batch)
+        ...     return {"nll": nll, "penalty": nll.once(params["w"] ** 2)}
+        >>> weights = {"nll": 1.0, "penalty": optax.linear_schedule(0.0, 0.1, 100)}
+        >>> step = make_train_step(penalised, data_mesh(1), coefficients=weights)
+        >>> state, report = step(state, batch)
 
         Dropout that does not depend on how rows are split:
 
@@ -211,45 +246,72 @@ def make_train_step(
         coefficients=coefficients,
         rng_per=rng_per,
         axis_name=axis_name,
+        gather_per=gather_per,
         divisors=divisors,
         skip_empty=skip_empty,
         statistics=statistics,
     )
     names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
-    gradient = global_step(
+    gradient_of = global_step(
         _with_collections(loss_fn, options, names),
         options,
         _statistics_of_variables(options, names),
     )
 
     def step(
-        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
+        placement: Any,
+        state: Any,
+        batch: Batch,
+        rng: Array | None,
+        extra: dict[str, Any],
+        replicated: PyTree,
     ) -> tuple[Any, StepReport]:
         old = {name: getattr(state, name) for name in names}
-        report, gradients, collections = gradient(state.params, old, batch, rng, replicated)
+        scale = find_scale(state)
+        varying = Varying(
+            options.call_schedules(getattr(state, "step", None)), scale and scale[1].scale
+        )
+        given = old, batch, rng, replicated, varying
+        gradient = partial(gradient_of, placement.params)
+        report, gradients, collections = gradient(state.params, *given)
 
         def evaluate(params: PyTree) -> tuple[Array, PyTree]:
-            elsewhere, gradients, _ = gradient(params, old, batch, rng, replicated)
+            elsewhere, gradients, _ = gradient(params, *given)
             return elsewhere.loss.value, gradients
 
         def apply(optimizer: Any, state: Any) -> Any:
             # TrainState knows no extra arguments, so they are bound to its optimizer for one call.
             bound = state.replace(tx=optimizer)
             bound = bound.apply_gradients(grads=gradients, **collections)
+            if scale is not None:
+                check_optimizer_types(state.opt_state, bound.opt_state)
             return bound.replace(tx=state.tx)
 
         offered = make_arguments(state.tx, state.opt_state, report, gradients, evaluate, options)
+        skipped, held, changed = report.skipped, None, {}
+        if scale is not None:
+            name, dynamic_scale = scale
+            finite = skipped | are_finite(gradients)
+            report = replace(report, finite=finite)
+            changed[name] = update_scale(dynamic_scale, finite, skipped)
+            # In a window such a batch has no place, as one that optax's skip_not_finite leaves out;
+            # but a window that is to be closed with it is closed with what it holds.
+            skipped, held = skipped | ~finite, ~finite & ~jnp.asarray(extra.get("flush", False))
+            if "weight" in offered:
+                offered["weight"] = jnp.where(finite, offered["weight"], 0)
+            collections = jax.tree.map(partial(jnp.where, finite), collections, old)
         state, stepped = run_optimizer(
-            state.tx, state.opt_state, offered, extra, report.skipped, apply, state
+            state.tx, state.opt_state, offered, extra, skipped, apply, state, held
         )
         norm = take_norm(gradients) if grad_norm else None
-        return state, replace(report, stepped=stepped, grad_norm=norm)
+        return state.replace(**changed), replace(report, stepped=stepped, grad_norm=norm)
 
     def check(
         state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
     ) -> None:
         del replicated  # anything that a loss function may be given
         _check_state(state, names)
+        find_scale(state)
         check_call(batch, rng, options)
         check_optimizer(state.tx, state.opt_state, extra)
 
@@ -264,9 +326,10 @@ def _with_collections(loss_fn: LossFn, options: StepOptions, names: tuple[str, .
         arguments = f"{first}, batch, rng" if rng else f"{first}, batch"
         given = options.find_for_loss(loss_fn, given)
         check_takes("make_train_step", loss_fn, arguments, 2 + len(rng), given)
+        free = free_boxes({"params": params, **state}, options.mapped_axis)
         if not names:
-            return loss_fn(params, batch, *rng, **given), state
-        out = loss_fn({"params": params, **state}, batch, *rng, **given)
+            return loss_fn(free["params"], batch, *rng, **given), state
+        out = loss_fn(free, batch, *rng, **given)
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)):
             raise TypeError(
                 "make_train_step: loss_fn must return (sums, updates) where mutable is given, got "
@@ -279,7 +342,7 @@ def _with_collections(loss_fn: LossFn, options: StepOptions, names: tuple[str, .
                 f"make_train_step: loss_fn must return updates of {sorted(names)}, got "
                 f"{sorted(updates)}. Name in mutable what model.apply(..., mutable=...) names."
             )
-        return sums, {name: updates[name] for name in names}
+        return sums, {name: box_as(updates[name], state[name]) for name in names}
 
     return with_collections
 
@@ -293,7 +356,8 @@ def _statistics_of_variables(options: StepOptions, names: tuple[str, ...]) -> St
     def of_variables(
         params: PyTree, batch: Batch, *, state: PyTree, rng: Any = None, replicated: PyTree = None
     ) -> PyTree:
-        first = {"params": params, **state} if names else params
+        free = free_boxes({"params": params, **state}, options.mapped_axis)
+        first = free if names else free["params"]
         words = "variables, batch" if names else "params, batch"
         offered = {"rng": rng, "replicated": replicated}
         return call_statistics(statistics, first, batch, offered, names=words)

@@ -11,8 +11,8 @@ are summed over the ranks once.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,7 @@ from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import (
     LossFn,
     check_axes,
+    check_coefficients,
     check_state,
     check_totals,
     describe,
@@ -50,6 +51,14 @@ from jax_ddp_weighting.weighting.loss_terms import (
 )
 from jax_ddp_weighting.weighting.microbatches import Rows, check_rows, take_microbatch
 from jax_ddp_weighting.weighting.named_arguments import find_for_loss
+from jax_ddp_weighting.weighting.param_specs import (
+    Layout,
+    ParamSpecs,
+    find_layout,
+    gather_whole,
+    scatter_sum,
+    type_as_shared,
+)
 from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics, sum_statistics
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
@@ -99,6 +108,7 @@ def value_and_grad(
     coefficients: Mapping[str, Any] | None = None,
     divisors: Divisors | None = None,
     statistics: Statistics | None = None,
+    param_specs: ParamSpecs | None = None,
     has_aux: bool = False,
     has_state: bool = False,
 ) -> Callable[..., tuple[Any, PyTree]]:
@@ -118,13 +128,18 @@ def value_and_grad(
         loss_fn: `loss_fn(params, batch)` returns a `WeightedSum` (see `weighted_sum`), or a dict of
             them that `coefficients` combines. No gradient flows into weights.
         axis_name: the mapped data axis (or a tuple of axes) inside `shard_map`, `pmap` or `vmap`;
-            None for the global view of `jit`, and for one device. Parameters must be the same on
-            every rank of it; parameters sharded over it belong under `jit`.
+            None for the global view of `jit`, and for one device. It names every axis that rows lie
+            over, or parts of rows, such as the tokens of a long one; and no other, or what is
+            summed counts the same rows as often as that axis has ranks.
         microbatches: how many microbatches to split the rows into. Microbatch `k` of `K` holds rows
             `k, k + K, k + 2K, ...`, so that the rows of a sharded batch stay on their device.
         coefficients: one factor per term, for loss functions that return a dict. A term of
             coefficient 0 is a metric: it is summed and reported, and pulls no gradient. Of a traced
             coefficient nothing is known beforehand, so its term is no metric, even where it is 0.
+            One that changes with the step is such a traced number, `{"kl": schedule(count)}` inside
+            one's own `jit`; a function is taken by training steps alone, which have a count. And a
+            traced factor on all of them is a loss scale: gradients come back multiplied by it in
+            the dtypes of `params`, to be divided by it in float32.
         divisors: by term (the one unnamed term is `"loss"`) what it is divided by in place of its
             weight, whatever the regime and however many ranks and microbatches there are. A number,
             finite and at least 0, such as the expected size of a batch. Or a function of the term's
@@ -146,6 +161,16 @@ def value_and_grad(
             and `replicated` too, as the loss function is, where its signature names them by these
             names and the step has them; the state is that before the step in every microbatch.
             Costs one more forward pass of this function, and one all-reduce per dtype.
+        param_specs: which parameters are sharded over mapped axes: a pytree of `PartitionSpec`s, in
+            the structure of `params` or of its first levels, or one for all. What is not sharded
+            over an axis of `axis_name` must be the same on every rank of it. `loss_fn` is given the
+            rank's shards, and does by hand what it does with them: `all_gather(..., tiled=True)`
+            where a parameter is needed whole, `psum` of partial products, `all_to_all` to experts.
+            Each shard gets its own gradient, summed once: over the ranks that use it by the
+            transposes of those collectives, and over the axes that its spec does not name. Where
+            `loss_fn` communicates over a mapped axis that `axis_name` does not name, its total must
+            be the same on every rank of that axis. In the global view, where JAX knows how arrays
+            lie, specs say nothing.
         has_aux: `loss_fn` returns `(sums, aux)`.
         has_state: `loss_fn(params, batch, state=state)` returns `(sums, state)`, or
             `(sums, state, aux)`. A state is what a model keeps beside its parameters, such as
@@ -173,7 +198,9 @@ def value_and_grad(
             divide it; `coefficients` do not name the terms; a divisor is for no term, no scalar,
             negative or NaN; the shape of a statistic depends on the number of rows, or it was
             summed over the ranks already; the axis is not mapped, or rows lie
-            over another one too; the state comes back in another shape, or not the same on every
+            over another one too; a parameter is sharded over an axis that its spec does not name
+            (found by its type in a checked `shard_map`, elsewhere where `loss_fn` gathers it), or a
+            spec cannot be right; the state comes back in another shape, or not the same on every
             rank (both as far as types tell: in `shard_map` with its varying-axes check).
 
     Matches: one device that holds the whole batch, to 1e-12 in float64, in all five regimes on jax
@@ -219,7 +246,21 @@ def value_and_grad(
         >>> loss, gradient = step(2.0, batch)
         >>> float(gradient)  # (1 + 3) / 2
         2.0
+
+        A parameter of which each rank holds a part, gathered by hand:
+
+        >>> from jax.sharding import PartitionSpec as P
+        >>> def gathering_loss(shard, x):
+        ...     return weighted_sum(x @ jax.lax.all_gather(shard, "data", tiled=True))
+        >>> step = value_and_grad(gathering_loss, axis_name="data", param_specs=P("data"))
+        >>> mapped = jax.shard_map(
+        ...     step, mesh=data_mesh(1), in_specs=P("data"), out_specs=(P(), P("data"))
+        ... )
+        >>> loss, gradient = mapped(jnp.ones(2), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+        >>> gradient.tolist()
+        [2.0, 3.0]
     """
+    check_coefficients(coefficients, caller="value_and_grad")
     options = GradientOptions(
         loss_fn,
         axis_name,
@@ -229,6 +270,7 @@ def value_and_grad(
         statistics,
         has_aux=has_aux,
         has_state=has_state,
+        param_specs=param_specs,
     )
 
     def global_value_and_grad(
@@ -264,6 +306,13 @@ class GradientOptions:
         has_aux: whether `loss_fn` returns auxiliary output.
         has_state: whether it takes and returns a state.
         has_accepted: whether the weight of the batch's rows is summed too, as a training step asks.
+        param_specs: which parameters are sharded over mapped axes, or None for none of them.
+        gather_per: None where `loss_fn` takes shards. Else it takes whole parameters, which are
+            gathered for it once per `"step"`, or once per `"microbatch"`, with the memory of one
+            rank's shards for what is accumulated.
+        scale: what totals are multiplied by on their way back to the parameters, a float scalar, so
+            that gradients in float16 do not vanish; they come divided by it, in float32 at least.
+            With None they come as they are, in the dtypes of the parameters.
     """
 
     loss_fn: LossFn
@@ -275,6 +324,9 @@ class GradientOptions:
     has_aux: bool = False
     has_state: bool = False
     has_accepted: bool = False
+    param_specs: ParamSpecs | None = None
+    gather_per: str | None = None
+    scale: Any = None
 
     def __post_init__(self) -> None:
         checked = check_microbatches("value_and_grad: microbatches", self.microbatches)
@@ -321,7 +373,7 @@ def take_gradient(
 
     Args:
         options: what it is taken of, and how.
-        params: parameters, floats; the same on every rank.
+        params: parameters, floats; the same on every rank, but for those that are sharded.
         batch: the rank's rows.
         rng: one key, which is folded with the microbatch's number.
         row_keys: keys `[rows]` in place of it, which go where their rows go.
@@ -337,32 +389,79 @@ def take_gradient(
         )
     check_rows(batch, caller="value_and_grad")
     shared = jax.tree_util.tree_map_with_path(_parameter, params)
-    params = shared
+    params = own = shared
+    specs, gathers = options.param_specs, options.gather_per
+    if gathers == "microbatch":
+        gather_first = partial(_gather_first, specs=specs)
+        statistics = options.statistics and gather_first(options.statistics)
+        options = replace(options, loss_fn=gather_first(options.loss_fn), statistics=statistics)
+    elif gathers == "step":
+        params = gather_whole(own, specs)
+        shared = type_as_shared(params, specs)
     if axis_name is not None:
         mesh.axis_size(axis_name, caller="value_and_grad")
         # Local parameters: else a checked shard_map sums their gradient by itself, and does so
         # inside the loop, at every microbatch.
-        params = mesh.vary(shared, axis_name)
+        params = mesh.vary(params, axis_name)
     rows = Rows(batch, rng, row_keys, replicated)
     if options.statistics is not None:
         statistics = sum_statistics(
             options.statistics,
-            shared,
+            params if gathers == "step" else shared,
             rows,
             state,
             microbatches=options.microbatches,
             axis_name=axis_name,
         )
         rows = rows._replace(statistics=statistics)
+    layout = _find_layout(options, own, params, rows, state, shared=shared)
     take = pull_back if options.microbatches == 1 else _accumulate
     found = take(options, params, rows, state, shared=shared)
     totals, gradients = sum_over_ranks(found.totals, axis_name), found.gradients
-    if axis_name is not None:
-        gradients = lax.psum(gradients, axis_name)
+    if options.scale is not None:
+        gradients = jax.tree.map(partial(_unscale, scale=options.scale), gradients)
+    if gathers == "step":
+        gradients = scatter_sum(gradients, specs)
+    gradients = layout.sum_gradients(gradients)
     good = found.divided_by.bad == 0
     totals = jax.tree.map(lambda total: jnp.where(good, total, jnp.zeros_like(total)), totals)
     loss = _report(options, totals, found.divided_by, rows.statistics)
     return StepGradient(loss, gradients, found.divided_by.accepted, found.state, found.aux)
+
+
+def _gather_first(fn: Callable[..., Any], specs: ParamSpecs) -> Callable[..., Any]:
+    @wraps(fn)  # by its signature it is known what it takes
+    def of_shards(params: PyTree, *args: Any, **given: Any) -> Any:
+        return fn(gather_whole(params, specs), *args, **given)
+
+    return of_shards
+
+
+def _find_layout(
+    options: GradientOptions,
+    own: PyTree,
+    params: PyTree,
+    rows: Rows,
+    state: PyTree,
+    *,
+    shared: PyTree,
+) -> Layout:
+    """Over which axes each gradient is to be summed."""
+
+    def totals_of(params: PyTree, rows: Rows, state: PyTree) -> dict[str, Array]:
+        first = take_microbatch(rows, 0, options.microbatches)
+        return call_loss(options, params, first, state, shared=shared)[0]
+
+    return find_layout(
+        options.param_specs,
+        options.axis_name,
+        own,
+        totals_of,
+        rows,
+        state,
+        varied=params,
+        caller="value_and_grad",
+    )
 
 
 def _report(
@@ -504,12 +603,12 @@ def pull_back(
         lambda params: call_loss(options, params, rows, state, shared=shared), params, has_aux=True
     )
     whole = _divide_by(options, sums.weights, rows) if divided_by is None else divided_by
-    cotangents = {
-        name: _like(
-            divide(jnp.asarray(options.factors[name], total.dtype), whole.terms[name]), total
-        )
-        for name, total in totals.items()
-    }
+    cotangents = {}
+    for name, total in totals.items():
+        each = divide(jnp.asarray(options.factors[name], total.dtype), whole.terms[name])
+        # here, before anything of float16 is multiplied by it
+        each = each if options.scale is None else each * jnp.asarray(options.scale, each.dtype)
+        cotangents[name] = _like(each, total)
     gradients = pull(cotangents)[0]
     return Pulled(gradients, {**totals, **sums.metrics}, whole, sums.state, sums.aux)
 
@@ -541,13 +640,19 @@ def _accumulate(
     # in float32 at least: small gradients vanish in a bfloat16 sum
     zeros = jax.tree.map(_zeros_like, params)
     (gradients, state), (totals, aux) = lax.scan(add, (zeros, state), numbers)
-    gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
+    if options.scale is None:  # else they are divided by it first
+        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
     totals = jax.tree.map(partial(jnp.sum, axis=0), totals)
     return Pulled(gradients, totals, whole, state, aux)
 
 
 def _like(value: Array, model: Array) -> Array:
     return mesh.vary_like(value.astype(model.dtype), model)
+
+
+def _unscale(gradient: Array, scale: Any) -> Array:
+    gradient = gradient.astype(widen(jnp.float32, gradient.dtype))
+    return gradient / jnp.asarray(scale, gradient.dtype)
 
 
 def _zeros_like(leaf: Array) -> Array:

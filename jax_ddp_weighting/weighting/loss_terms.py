@@ -107,13 +107,25 @@ def name_terms(
     return {name: each.whole() for name, each in terms.items()}
 
 
+def check_coefficients(coefficients: Mapping[str, Any] | None, *, caller: str) -> None:
+    """Raises `TypeError` for a coefficient that is a function, where nobody counts steps."""
+    for name, factor in (coefficients or {}).items():
+        if callable(factor):
+            raise TypeError(
+                f"{caller}: coefficients must be numbers, got a function for {name!r}. Only a "
+                "training step knows the number of the step: call it yourself, coefficients={"
+                f"{name!r}: schedule(count)}}, where count may be traced."
+            )
+
+
 def has_gradient(factor: Any) -> bool:
     """Whether a term has a part in the loss: a coefficient of 0 makes it a mere metric.
 
     However the 0 is spelled: as a number, a bool, or an array on the host or on a device. Of a
-    traced coefficient nothing is known while the program is made, so its term pulls.
+    traced coefficient, or a function of the step, nothing is known while the program is made, so
+    its term pulls.
     """
-    return isinstance(factor, Tracer) or bool(np.any(np.asarray(factor) != 0))
+    return isinstance(factor, Tracer) or callable(factor) or bool(np.any(np.asarray(factor) != 0))
 
 
 def unpack(out: Any, *extras: str) -> tuple[Any, ...]:

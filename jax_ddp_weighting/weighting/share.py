@@ -1,5 +1,9 @@
 """A rank's share of the global mean, for code that averages over ranks by itself."""
 
+import math
+from typing import TypeVar
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Scalar
@@ -12,7 +16,15 @@ from jax_ddp_weighting.weighting.denominators import (
     to_denominators,
 )
 from jax_ddp_weighting.weighting.loss_terms import check_scalars, describe, name_terms
+from jax_ddp_weighting.weighting.param_specs import (
+    ParamSpecs,
+    check_types,
+    name_leaves,
+    sharded_axes,
+)
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
+
+T = TypeVar("T")
 
 
 def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
@@ -38,6 +50,10 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
     | `pmean(grad(S / D))`, the mean of local means | 4.0 | 2.0 | 2.0 |
     | `vary`, then `psum(grad(S / psum(D)))` | 2.5 | 2.5 | 2.5 |
     | `vary`, then `pmean(grad(rank_share(sum, "data")))` | 1.25 | 2.5 | 2.5 |
+    | `average_gradients(grad(rank_share(sum, "data")), "data")` | 2.5 | 2.5 | 2.5 |
+
+    The last takes parameters that are sharded over the axis too, for which `pmean` is wrong in
+    every regime: it would average different shards.
 
     So do not make parameters varying yourself and use this too. (`pcast` refuses `vmap`; leave it
     out there.) A sum that has been summed over the ranks already may be given: it is the same sum
@@ -97,3 +113,63 @@ def rank_share(local: WeightedSum, axis_name: AxisName) -> Scalar:
     if mesh.is_checked(axis_name):
         return share + lax.stop_gradient(share * (ranks - 1))
     return share * ranks
+
+
+def average_gradients(
+    gradients: T, axis_name: AxisName, *, param_specs: ParamSpecs | None = None
+) -> T:
+    """The gradient of the global mean, of the ranks' gradients of their `rank_share`.
+
+    The rule: a replicated parameter's is the `pmean` over the axis. That of a shard is summed over
+    the ranks already, by the transpose of the collective that gathers it; it is averaged over the
+    other axes alone, and divided by the number of ranks where `rank_share` is scaled by it, that
+    is anywhere but in a checked `shard_map`.
+
+    Args:
+        gradients: of `rank_share(..., axis_name)` with respect to the parameters.
+        axis_name: the axes that `rank_share` was given. In `pmap`, `vmap` and an unchecked
+            `shard_map` these must be all mapped axes that the loss communicates over.
+        param_specs: which parameters are sharded over mapped axes, as in `value_and_grad`; None
+            for none of them.
+
+    Returns:
+        Gradients of the same types, each that of the rank's own shard.
+
+    Raises:
+        TypeError: a spec is no `PartitionSpec`.
+        ValueError: the specs have another structure, or name an axis that is not mapped; or, in a
+            checked `shard_map`, types contradict them: a gradient varies over an axis that its spec
+            does not name, or does not vary over one that it names. Elsewhere: a spec names an axis
+            that `axis_name` does not.
+
+    Example:
+        >>> def loss(w, x):  # two ranks hold one of two numbers each
+        ...     whole = jax.lax.all_gather(w, "data", tiled=True)
+        ...     return rank_share(weighted_sum(x @ whole), "data")
+        >>> def step(w, x):
+        ...     specs = jax.sharding.PartitionSpec("data")
+        ...     return average_gradients(jax.grad(loss)(w, x), "data", param_specs=specs)
+        >>> x = jnp.array([[[1.0, 2.0]], [[3.0, 4.0]]])
+        >>> jax.vmap(step, axis_name="data")(jnp.ones((2, 1)), x).tolist()
+        [[2.0], [3.0]]
+    """
+    mesh.axis_size(axis_name, caller="average_gradients")
+    own = sharded_axes(param_specs, gradients, caller="average_gradients", noun="gradients")
+    named, paths = mesh.names_of(axis_name), name_leaves(gradients, "gradients")
+    check_types(own, named, gradients, paths, caller="average_gradients")
+    leaves, structure = jax.tree.flatten(gradients)
+
+    def average(leaf: jax.Array, path: str, axes: frozenset[str]) -> jax.Array:
+        untyped = sorted(axis for axis in axes if not mesh.is_checked(axis))
+        if not axes <= {*named, *mesh.varying_axes(leaf)}:
+            raise ValueError(
+                "average_gradients: axis_name must name every axis of param_specs where types do "
+                f"not tell what varies, got {axis_name!r} and {untyped} at {path}. Give it to "
+                "rank_share too."
+            )
+        others = tuple(axis for axis in named if axis not in axes)
+        leaf = lax.pmean(leaf, others) if others else leaf
+        scale = math.prod(mesh.axis_size(axis, caller="average_gradients") for axis in untyped)
+        return leaf if scale == 1 else leaf / scale
+
+    return structure.unflatten(list(map(average, leaves, paths, own)))

@@ -146,8 +146,8 @@ class WeightedSum:
 
         Args:
             value: a scalar that is the same on every rank, such as half the squared norm of the
-                parameters. An array of the shape of `weight`, or any array beside a scalar weight,
-                gives a sum of arrays.
+                parameters (of shards: the `psum` of theirs). An array of the shape of `weight`, or
+                any array beside a scalar weight, gives a sum of arrays.
 
         Returns:
             A `WeightedSum` of integer weight 1 or 0, in the shape of `weight`. It takes

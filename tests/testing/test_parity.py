@@ -74,7 +74,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize(("name", "microbatches"), zip(SPLITS, [3, 1, 3], strict=True))
+@pytest.mark.parametrize(("name", "microbatches"), [*zip(SPLITS, [3, 1, 3], strict=True)])
 def test_splits_of_one_batch_give_one_gradient_in_float64(name, microbatches):
     ids, splits = SPLITS[name]
     with jax.enable_x64(True):

@@ -11,7 +11,13 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ddp_weighting import data_mesh, rank_share, value_and_grad, weighted_sum
+from jax_ddp_weighting import (
+    average_gradients,
+    data_mesh,
+    rank_share,
+    value_and_grad,
+    weighted_sum,
+)
 
 VALUES = np.float32([[1, 0, 0], [3, 3, 3]])  # rank 0 holds one row of gradient 1
 WEIGHTS = np.int32([[1, 0, 0], [1, 1, 1]])
@@ -66,6 +72,9 @@ SPELLINGS = {
         local_sum, axis_name="data"
     )(w, b)[1],
     '`pmean(grad(rank_share(sum, "data")))`': lambda w, b: pmean(jax.grad(share)(w, b)),
+    '`average_gradients(grad(rank_share(sum, "data")), "data")`': lambda w, b: average_gradients(
+        jax.grad(share)(w, b), "data"
+    ),
     '`psum(grad(rank_share(sum, "data")))`': lambda w, b: psum(jax.grad(share)(w, b)),
     "`pmean(grad(S * W / psum(D)))`, the textbook rule": lambda w, b: pmean(
         jax.grad(textbook)(w, b)
@@ -149,5 +158,5 @@ def test_a_cell_says_what_the_spelling_gives(spelling, column, cell):
 
 
 def test_both_tables_were_read_whole():
-    assert len([cell for cell in CELLS if cell.id.startswith("rank_share")]) == 9 * 3
+    assert len([cell for cell in CELLS if cell.id.startswith("rank_share")]) == 10 * 3
     assert len([cell for cell in CELLS if cell.id.startswith("README")]) == 6 * 3
