@@ -25,16 +25,16 @@ PUBLIC = {
     ),
     "distributed": ("ENGINES", "data_mesh", "force_cpu_devices"),
     "data": (
-        *("Batch", "DisagreementError", "EpochRecord", "JOIN_CONVENTIONS", "batches"),
-        *("check_agreement", "global_batch", "join_batches"),
+        *("Batch", "DevicePlan", "DisagreementError", "EpochRecord", "IdCounts"),
+        *("JOIN_CONVENTIONS", "batches", "check_agreement", "global_batch", "join_batches"),
     ),
     "weighting": (
         *("GlobalLoss", "WeightedSum", "average_gradients", "rank_share", "valid_labels"),
         *("value_and_grad", "weighted_sum"),
     ),
     "train": (
-        *("BatchNorm", "NnxBatchNorm", "StepReport", "make_nnx_train_step", "make_train_step"),
-        "weighted_multi_steps",
+        *("BatchNorm", "EpochReport", "NnxBatchNorm", "StepReport", "make_nnx_train_step"),
+        *("make_train_epoch", "make_train_step", "weighted_multi_steps"),
     ),
     "evaluation": (
         *("Evaluation", "Predictions", "due_step", "evaluate", "gather_by_id", "held_ids"),

@@ -74,7 +74,47 @@ def of(file: str, tests: tuple[str, ...], *changes: tuple[str, ...]) -> list[Mut
 
 ORDERS = ("sampling/test_drawn_orders.py", "sampling/test_order_functions.py")
 
+ON_DEVICE = ("data/test_device_plan.py",)
+
 MUTATIONS = [
+    *of(
+        "data/device_plan.py",
+        ON_DEVICE,
+        (
+            "a carry of the product that is lost",
+            "(middle >> 16) + (other >> 16)",
+            "(middle >> 16)",
+            "data/test_device_plan.py::test_beyond_32_bits_x64_is_needed",
+        ),
+        (
+            "an epoch without a table reads another's",
+            "jnp.argmax(found), jnp.any(found)",
+            "jnp.argmax(found), epoch >= 0",
+            "data/test_device_plan.py::test_traced_numbers_that_are_not_the_plans_give_nothing",
+        ),
+        (
+            "a wide number cut to one of the plan's",
+            "jnp.uint64 if value.dtype.itemsize > 4 else jnp.uint32",
+            "jnp.uint32",
+            "data/test_device_plan.py::test_traced_numbers_may_be_of_any_integer_dtype",
+        ),
+    ),
+    *of(
+        "train/epoch.py",
+        ("train/test_epoch.py",),
+        (
+            "the noise of one step in all",
+            "jax.random.fold_in(jax.random.fold_in(rng, epoch), number)",
+            "jax.random.fold_in(rng, epoch)",
+            "train/test_epoch.py::test_the_state_is_that_of_the_loop",
+        ),
+        (
+            "rows added up as floats over devices",
+            "if jnp.issubdtype(leaf.dtype, jnp.floating):",
+            "if False:",
+            "train/test_epoch.py::test_one_compilation_for_all_epochs_and_data_that_are_sharded",
+        ),
+    ),
     *of(
         "sampling/draws.py",
         ORDERS,

@@ -47,7 +47,7 @@ def test_public_functions_show_an_example():
 
 
 # see their makers
-WITHOUT_EXAMPLE = {"Batch", "EpochAudit", "GlobalLoss", "Slots", "StepReport"} | {
+WITHOUT_EXAMPLE = {"Batch", "EpochAudit", "EpochReport", "GlobalLoss", "Slots", "StepReport"} | {
     "PackedRows",
     "PaddingReport",
     "StepPadding",

@@ -19,11 +19,11 @@ from jax_ddp_weighting._arguments import (
 
 _TORCH_MAX_EXAMPLES = 2**31 - 1  # LAPACK's pivots are int32
 _TORCH_WIDE = (2**32 - 1) // 20  # from this length on, torch swaps by 64-bit words
-_RANKED = 4096  # up to this length positions are ranked by hash; a cipher of few bits mixes badly
-_ROUNDS = 8  # four for either half; six pass the same statistics, eight cost 3 ns more
+RANKED = 4096  # up to this length positions are ranked by hash; a cipher of few bits mixes badly
+ROUNDS = 8  # four for either half; six pass the same statistics, eight cost 3 ns more
 _BLOCK = 16_384  # ids ciphered at once: the working set stays in the second-level cache
 _WORDS = 65_536  # random words drawn at once, for the same reason
-_MIX = np.uint32(0x2C1B3C6D)  # an odd multiplier without short patterns
+MIX = np.uint32(0x2C1B3C6D)  # an odd multiplier without short patterns
 
 
 def torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_examples"]:
@@ -131,7 +131,7 @@ def keyed_order(
             f"keyed_order: positions must be in [0, {n}), got {low if low < 0 else high}."
             " A position is a place in the order of one epoch."
         )
-    if n <= _RANKED:
+    if n <= RANKED:
         return _rank_by_hash(n, seed, epoch)[places]
     return _encipher(places.reshape(-1), n, seed, epoch).reshape(places.shape)
 
@@ -151,9 +151,9 @@ def _rank_by_hash(n: int, seed: int, epoch: int) -> Int64[np.ndarray, " n"]:
 
 
 @lru_cache(maxsize=16)
-def _derive_round_keys(n: int, seed: int, epoch: int) -> tuple[tuple[np.uint32, np.uint32], ...]:
+def derive_round_keys(n: int, seed: int, epoch: int) -> tuple[tuple[np.uint32, np.uint32], ...]:
     """An odd multiplier and an offset for every round."""
-    words = np.frombuffer(_derive_bytes(n, seed, epoch, 8 * _ROUNDS), "<u4").reshape(_ROUNDS, 2)
+    words = np.frombuffer(_derive_bytes(n, seed, epoch, 8 * ROUNDS), "<u4").reshape(ROUNDS, 2)
     return tuple((np.uint32(multiplier | 1), np.uint32(offset)) for multiplier, offset in words)
 
 
@@ -161,7 +161,7 @@ def _encipher(
     positions: Integer[np.ndarray, " count"], n: int, seed: int, epoch: int
 ) -> Int64[np.ndarray, " count"]:
     """The permutation of a large order, block by block, then the few that must walk on."""
-    keys = _derive_round_keys(n, seed, epoch)
+    keys = derive_round_keys(n, seed, epoch)
     ids = np.empty(len(positions), np.int64)
     for start in range(0, len(positions), _BLOCK):
         block = slice(start, start + _BLOCK)
@@ -175,6 +175,12 @@ def _encipher(
     return ids
 
 
+def cut_in_halves(n: int) -> tuple[int, int]:
+    """The bits of a place that are its column, and how many rows there are then."""
+    bits = (n - 1).bit_length() // 2
+    return bits, -(-n // 2**bits)
+
+
 def _cipher(places, n: int, keys):
     """One pass of the network over ``[0, rows * 2**bits)``, which is less than ``n + sqrt(n)``.
 
@@ -182,8 +188,8 @@ def _cipher(places, n: int, keys):
     to the column (xor) and a hash of the column to the row (mod `rows`): each step can be undone,
     so the whole is a bijection whatever the hash. All in uint32, at most 31 bits a half.
     """
-    bits = (n - 1).bit_length() // 2
-    rows = np.uint32(-(-n // 2**bits))
+    bits, number = cut_in_halves(n)
+    rows = np.uint32(number)
     row = (places >> np.uint64(bits)).astype(np.uint32)
     column = (places & np.uint64(2**bits - 1)).astype(np.uint32)
     mixed, spare = np.empty_like(row), np.empty_like(row)
@@ -193,7 +199,7 @@ def _cipher(places, n: int, keys):
         np.add(mixed, offset, out=mixed)
         np.right_shift(mixed, np.uint32(15), out=spare)
         np.bitwise_xor(mixed, spare, out=mixed)
-        np.multiply(mixed, _MIX, out=mixed)  # the best bits are the high ones
+        np.multiply(mixed, MIX, out=mixed)  # the best bits are the high ones
         if turn % 2 == 0:
             np.right_shift(mixed, np.uint32(32 - bits), out=mixed)
             np.bitwise_xor(column, mixed, out=column)

@@ -36,7 +36,7 @@ class Slots:
     """Some slots of an epoch: which example sits in each, and how much it counts.
 
     Args:
-        ids: int64 example ids, any shape.
+        ids: int64 example ids, any shape. Of a `DevicePlan` int32, on the device.
         weights: int32 of the same shape: 1 where the slot counts, 0 where it is padding. Integers,
             so that a sum of them counts exactly. float32 where the plan has weights of its own.
         length: what every row of a step is padded to, where the plan has a say in it.
@@ -47,8 +47,8 @@ class Slots:
         ([1, 3, 0], [1, 1, 0])
     """
 
-    ids: Int64[np.ndarray, "*shape"]
-    weights: Real[np.ndarray, "*shape"]
+    ids: Integer[Any, "*shape"]
+    weights: Real[Any, "*shape"]
     length: int | None = None
 
 

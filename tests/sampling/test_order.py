@@ -159,7 +159,7 @@ def by_an_affine_cipher(n, seed, epoch):
 
 def by_two_rounds(n, seed, epoch):
     """A weak cipher: our own network, stopped after two of its rounds."""
-    keys = order._derive_round_keys(n, seed, epoch)[:2]
+    keys = order.derive_round_keys(n, seed, epoch)[:2]
     ids = order._cipher(np.arange(n, dtype=np.uint64), n, keys).astype(np.int64)
     while (outside := np.flatnonzero(ids >= n)).size:
         ids[outside] = order._cipher(ids[outside].astype(np.uint64), n, keys).astype(np.int64)
