@@ -32,6 +32,8 @@ class EpochReport:
         skipped: ``[steps]``, whether it had no weight.
         stepped: ``[steps]``, whether the optimizer applied an update.
         grad_norm: ``[steps]`` with `grad_norm=True`, else None.
+        finite: ``[steps]``, whether the gradient was finite, where the state has a `DynamicScale`;
+            else None.
     """
 
     loss: GlobalLoss
@@ -39,6 +41,7 @@ class EpochReport:
     skipped: Array
     stepped: Array
     grad_norm: Array | None = None
+    finite: Array | None = None
 
     @property
     def bad_weights(self) -> Array:
@@ -127,8 +130,8 @@ class TrainEpoch:
             if rng is not None:
                 key = jax.random.fold_in(jax.random.fold_in(rng, epoch), number)
             state, report = self.step(state, batch, key, replicated=replicated, **optimizer_args)
-            fields = (report.loss, report.weight, report.skipped, report.stepped, report.grad_norm)
-            return state, EpochReport(*fields)
+            fields = EpochReport.__dataclass_fields__
+            return state, EpochReport(**{name: getattr(report, name) for name in fields})
 
         return jax.lax.scan(run_step, state, numbers)
 
