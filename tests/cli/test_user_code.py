@@ -179,10 +179,19 @@ def case():
 """
 
 
+# A shell's background jobs, and so whatever they start, ignore SIGINT: it is not inherited here.
+NOT_IGNORED = """
+import os, signal, sys
+signal.signal(int(sys.argv[1]), signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_from_outside_ends_a_command(number, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
-    command = [sys.executable, "-m", "jax_ddp_weighting", "parity", "slow:case"]
+    command = [sys.executable, "-c", NOT_IGNORED, str(int(number))]
+    command += ["-m", "jax_ddp_weighting", "parity", "slow:case"]
     with subprocess.Popen(
         command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
     ) as process:
