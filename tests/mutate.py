@@ -586,7 +586,7 @@ MUTATIONS = [
             "gradients that stay in the window",
             "acc_grads=jax.tree.map(lambda acc: jnp.where(closes, 0, acc), acc_grads)",
             "acc_grads=acc_grads",
-            "train/test_accumulation.py::test_a_window_is_the_mean_over_its_tokens",
+            "train/test_multi_steps.py::test_fields_of_one_name_mean_one_thing",
         ),
         (
             "weight that stays in the window",
