@@ -69,8 +69,9 @@ def test_the_largest_of_nothing_is_0():
 
 def test_a_proof_that_holds_traces_its_loss_once_a_regime():
     chex.clear_trace_counter()
-    counted = chex.assert_max_traces(linear, n=3)  # one device, and two engines
+    # one device, and two engines; vmap's types do not tell which axes a loss uses, so it is asked
+    counted = chex.assert_max_traces(linear, n=4)
     batch = Batch.of(np.float32([1.0, 2.0, 3.0]))
     check_gradients(counted, np.float32(2.0), batch, [(2, 1)], engines=["jit", "vmap"])
-    with pytest.raises(AssertionError, match="traced > 3 times"):
+    with pytest.raises(AssertionError, match="traced > 4 times"):
         check_gradients(counted, np.float32(2.0), batch, [(1, 2)], engines=["vmap"])
