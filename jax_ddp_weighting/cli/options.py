@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from jax_ddp_weighting.sampling.plan import EpochPlan, Order, Tail
+from jax_ddp_weighting.sampling.plan import EpochPlan, Order
+from jax_ddp_weighting.sampling.plan_options import Tail
 
 NAME = "jax-ddp-weighting"
 RIGHT, WRONG, BAD_INPUT = 0, 1, 2

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from jax_ddp_weighting.sampling.audit import EpochAudit
-from jax_ddp_weighting.sampling.plan import EpochPlan, Tail
+from jax_ddp_weighting.sampling.plan import EpochPlan
+from jax_ddp_weighting.sampling.plan_options import Tail
 
 _RANKS = 8  # ranks described one by one; of more, the first ones and the last
 _IDS = 4  # ids shown of a rank

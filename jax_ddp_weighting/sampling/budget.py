@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -27,7 +27,8 @@ from jax_ddp_weighting.sampling.lengths import (
 )
 from jax_ddp_weighting.sampling.order import keyed_order
 from jax_ddp_weighting.sampling.padding import PaddingReport, measure_padding
-from jax_ddp_weighting.sampling.plan import Slots, Tail
+from jax_ddp_weighting.sampling.plan import Slots
+from jax_ddp_weighting.sampling.plan_options import Tail, check_epoch_of, check_shuffle, check_tail
 from jax_ddp_weighting.sampling.shapes import fit_rows
 
 _PLACES = "BudgetPlan.position(step) gives one."
@@ -141,13 +142,8 @@ class BudgetPlan:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if not isinstance(self.shuffle, bool):
-            raise TypeError(f"BudgetPlan: shuffle must be True or False, got {self.shuffle!r}.")
-        if self.tail not in get_args(Tail):
-            raise ValueError(
-                f'BudgetPlan: tail must be "mask", "repeat" or "drop", got {self.tail!r}.'
-                ' "mask" keeps every id once.'
-            )
+        check_shuffle("BudgetPlan", self.shuffle)
+        check_tail("BudgetPlan", self.tail)
         longest = self._round_up(int(self.lengths.max(initial=0)))
         if longest * self.row_multiple > budget:
             raise ValueError(
@@ -501,13 +497,7 @@ class BudgetPlan:
 
     def check_epoch(self, function: str, epoch: int) -> int:
         """`epoch` as a Python int, if this plan has it; `function` is who asks."""
-        epoch = check_epoch(f"{function}: epoch", epoch)
-        if self.only_epoch not in (None, epoch):
-            raise ValueError(
-                f"{function}: epoch must be {self.only_epoch}, the one that this plan is the rest"
-                f" of, got {epoch}. Other epochs are read whole, by the plan that was resumed."
-            )
-        return epoch
+        return check_epoch_of(self.only_epoch, function, epoch)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -8,7 +8,7 @@ from jaxtyping import Int32, Int64
 
 from jax_ddp_weighting.sampling.lengths import derive_seed
 from jax_ddp_weighting.sampling.order import keyed_order
-from jax_ddp_weighting.sampling.plan import Tail
+from jax_ddp_weighting.sampling.plan_options import Tail
 from jax_ddp_weighting.sampling.shapes import Group, choose_groups
 
 

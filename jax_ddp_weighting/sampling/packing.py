@@ -28,10 +28,9 @@ from jax_ddp_weighting.sampling.lengths import (
 from jax_ddp_weighting.sampling.order import keyed_order
 from jax_ddp_weighting.sampling.packed_rows import NO_SEQUENCE
 from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
+from jax_ddp_weighting.sampling.plan_options import check_epoch_of, check_shuffle
 
 _WINDOW = 2**14  # first fit looks at every row of a window for every sequence of it
-
-
 _JITTER = 2**16  # parts of a length that its jitter is counted in
 
 
@@ -120,8 +119,7 @@ class PackedPlan:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if not isinstance(self.shuffle, bool):
-            raise TypeError(f"PackedPlan: shuffle must be True or False, got {self.shuffle!r}.")
+        check_shuffle("PackedPlan", self.shuffle)
         if self.only_epoch is None:
             if self.start != 0:
                 raise ValueError(
@@ -342,13 +340,7 @@ class PackedPlan:
 
     def check_epoch(self, function: str, epoch: int) -> int:
         """`epoch` as a Python int, if this plan has it; `function` is who asks."""
-        epoch = check_epoch(f"{function}: epoch", epoch)
-        if self.only_epoch not in (None, epoch):
-            raise ValueError(
-                f"{function}: epoch must be {self.only_epoch}, the one that this plan is the rest"
-                f" of, got {epoch}. Other epochs are read whole, by the plan that was resumed."
-            )
-        return epoch
+        return check_epoch_of(self.only_epoch, function, epoch)
 
     def _compare(self) -> tuple[Any, ...]:
         return (

@@ -24,8 +24,8 @@ from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_ids
 from jax_ddp_weighting.sampling.example_weights import ExampleWeights
 from jax_ddp_weighting.sampling.order import GivenOrder, keyed_order, torch_order
 from jax_ddp_weighting.sampling.order_functions import CalledOrder, OrderFunction
+from jax_ddp_weighting.sampling.plan_options import Tail, check_epoch_of, check_shuffle, check_tail
 
-Tail = Literal["mask", "repeat", "drop"]
 Order = Literal["keyed", "torch"]
 
 _PLACES = "It counts places of the epoch's order."
@@ -118,13 +118,8 @@ class EpochPlan:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if not isinstance(self.shuffle, bool):
-            raise TypeError(f"EpochPlan: shuffle must be True or False, got {self.shuffle!r}.")
-        if self.tail not in get_args(Tail):
-            raise ValueError(
-                f'EpochPlan: tail must be "mask", "repeat" or "drop", got {self.tail!r}.'
-                ' "mask" keeps every id once.'
-            )
+        check_shuffle("EpochPlan", self.shuffle)
+        check_tail("EpochPlan", self.tail)
         if self.weights is not None:
             own = ExampleWeights.of(self.weights, self.num_examples, "EpochPlan: weights")
             object.__setattr__(self, "weights", own)
@@ -545,12 +540,7 @@ class EpochPlan:
 
     def check_epoch(self, function: str, epoch: int) -> int:
         """`epoch` as a Python int, if this plan has it; `function` is who asks."""
-        epoch = check_epoch(f"{function}: epoch", epoch)
-        if self.only_epoch not in (None, epoch):
-            raise ValueError(
-                f"{function}: epoch must be {self.only_epoch}, the one that this plan is the rest"
-                f" of, got {epoch}. Other epochs are read whole, by the plan that was resumed."
-            )
+        epoch = check_epoch_of(self.only_epoch, function, epoch)
         if self.order == "torch" and self.shuffle and self.seed + epoch >= 2**64:
             raise ValueError(
                 f'{function}: seed + epoch must be below 2**64 with order="torch", got'
