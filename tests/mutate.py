@@ -302,6 +302,10 @@ MUTATIONS = [
             "        pass",
             "weighting/test_gradient_corners.py::test_a_sum_that_is_the_same_on_every_rank_is_pulled_back_from_every_rank[1-shard_map]",
         ),
+    ),
+    *of(
+        "weighting/rank_gradient.py",
+        (CORNERS, PIECES),
         (
             "vary left out of what a loss function returns",
             "varied = mesh.vary((pulled, metrics, weights), options.axis_name)",
@@ -424,6 +428,10 @@ MUTATIONS = [
             "return gradient",
             f"{SCALE}::test_without_a_scale_the_same_gradient_vanishes",
         ),
+    ),
+    *of(
+        "weighting/rank_gradient.py",
+        (SCALE,),
         (
             "gradients that are narrowed before they are divided",
             "if options.scale is None:  # else they are divided by it first",

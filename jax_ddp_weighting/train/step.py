@@ -19,13 +19,13 @@ from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.divisors import Divisors, check_divisors
 from jax_ddp_weighting.weighting.gradient import (
     GlobalLoss,
-    GradientOptions,
     StepGradient,
     take_gradient,
 )
 from jax_ddp_weighting.weighting.loss_terms import describe, has_gradient, is_number
 from jax_ddp_weighting.weighting.microbatches import check_rows
 from jax_ddp_weighting.weighting.named_arguments import find_for_loss
+from jax_ddp_weighting.weighting.rank_gradient import GradientOptions
 from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics
 
 STEP_ENGINES = ("shard_map", "jit", "pmap")

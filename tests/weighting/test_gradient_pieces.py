@@ -16,14 +16,10 @@ from jax_ddp_weighting.weighting.denominators import (
     sum_step_weights,
     to_denominators,
 )
-from jax_ddp_weighting.weighting.gradient import (
-    GradientOptions,
-    call_loss,
-    pull_back,
-    take_gradient,
-)
+from jax_ddp_weighting.weighting.gradient import take_gradient
 from jax_ddp_weighting.weighting.loss_terms import check_scalars, name_sums
 from jax_ddp_weighting.weighting.microbatches import Rows, take_microbatch
+from jax_ddp_weighting.weighting.rank_gradient import GradientOptions, call_loss, pull_back
 
 BATCH = Batch.of(np.float32([1, 2, 3, 4]), weights=np.int32([1, 0, 2, 1]))
 
