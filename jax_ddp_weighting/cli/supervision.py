@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from threading import Thread
+from types import FrameType
 
 from jax_ddp_weighting.cli.options import BAD_INPUT
 
@@ -36,6 +38,7 @@ def run_apart(name: str, command: Callable[[], int]) -> int:
         os.close(told)
         os.close(hold)
         Thread(target=_end_with_parent, args=(parent_lives,), daemon=True).start()
+        _interrupt_once()
         return _answer(command, tell)
     os.close(tell)
     os.close(parent_lives)
@@ -77,6 +80,24 @@ def _answer(command: Callable[[], int], tell: int) -> int:
     sys.stdout = sys.stderr
     os.write(tell, bytes([status]))
     return status
+
+
+def _interrupt_once() -> None:
+    """A signal to the whole group, as ctrl-C is, comes here twice: by itself and passed on.
+
+    The second would interrupt the words about the first.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    last = -float("inf")
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if last - before > 1:
+            signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
 
 
 def _end_with_parent(parent_lives: int) -> None:
