@@ -1,5 +1,6 @@
 """A step compiled once for a run: its state placed, pinned where it lies, and donated."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -212,4 +213,16 @@ def _wait_for_the_oldest(report: Any) -> None:
     if len(_under_way) > STEPS_UNDER_WAY:
         oldest = _under_way.popleft()
         if not oldest.is_deleted():
-            oldest.block_until_ready()
+            _wait_until_ready(oldest)
+
+
+def _wait_until_ready(array: Any) -> None:
+    """Waits for an array where signals are heard: JAX's own wait hears none until it is over.
+
+    It may be over never, where another process is gone.
+    """
+    pause = 1e-4
+    while not array.is_ready():
+        time.sleep(pause)
+        pause = min(2 * pause, 5e-3)
+    array.block_until_ready()  # an error of the computation is raised here
