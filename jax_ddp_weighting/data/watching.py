@@ -113,7 +113,7 @@ class Watch:
             for process, (last, why) in left.items()
         ]
         culprits += [
-            f"{name_holders([process], self._layout)} still at step {last}"
+            f"{name_holders([process], self._layout)} last heard of at step {last}"
             for process, last in at.items()
             if last < step and process not in left
         ]
