@@ -87,7 +87,12 @@ class Watch:
                 failed = any(why for _, why in left.values())
                 if named >= step or (stuck < self._timeout_s and not failed):
                     continue
-                culprits = self._find_culprits(step, left, certain=stuck < self._timeout_s + grace)
+                culprits = self._find_culprits(
+                    step,
+                    left,
+                    early=stuck < self._timeout_s,
+                    certain=stuck < self._timeout_s + grace,
+                )
             except RuntimeError as error:  # the service's, which process 0 holds
                 culprits = [str(error)]
             if culprits and self._at == (step, since):
@@ -105,13 +110,17 @@ class Watch:
     def _read(self, subject: str) -> dict[int, Any]:
         return {p: json.loads(text) for p, text in self._meeting.read_notes(subject).items()}
 
-    def _find_culprits(self, step: int, left: dict[int, Any], *, certain: bool) -> list[str]:
+    def _find_culprits(
+        self, step: int, left: dict[int, Any], *, early: bool, certain: bool
+    ) -> list[str]:
         at = self._read("at")
         culprits = [
             f"{name_holders([process], self._layout)} left the loop at step {last}"
             + (f", since {why}" if why else "")
             for process, (last, why) in left.items()
         ]
+        if early:  # those who are behind may be about to say where they are now
+            return culprits
         culprits += [
             f"{name_holders([process], self._layout)} last heard of at step {last}"
             for process, last in at.items()

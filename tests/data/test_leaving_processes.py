@@ -155,7 +155,7 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("how", "limit", "said"),
     [
-        ("fetch", 4, "rank 1 (process 1) left the loop at step 1, since OSError: disk gone"),
+        ("fetch", 4, "rank 1 (process 1) left the loop at step 1, since"),
         ("stop", 9, "rank 1 (process 1) "),
     ],
 )
