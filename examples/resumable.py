@@ -2,14 +2,14 @@
 
     python examples/resumable.py
 
-It starts two processes with two CPU devices each, and one of them kills itself (SIGKILL) at a random
-step. What is left is killed too, and the run goes on in one process with three devices, which kills
-itself at a later step; then in three processes with one device each, to the end. Whatever was read
-after the last checkpoint is read again, by a state that has not seen it: each image counts once an
-epoch, which the ledger proves, and the parameters are those of a run that nobody disturbed. Each
-step holds the same images on any number of ranks, so they differ by the rounding of sums that are
-added up in another order: less than 1e-5 of their size, in float32, where one image counted twice
-in the last epoch makes a hundred times as much.
+It starts two processes with two CPU devices each, and one of them kills itself (SIGKILL) at a
+random step. What is left is killed too, and the run goes on in one process with three devices,
+which kills itself at a later step; then in three processes with one device each, to the end.
+Whatever was read after the last checkpoint is read again, by a state that has not seen it: each
+image counts once an epoch, which the ledger proves, and the parameters are those of a run that
+nobody disturbed. Each step holds the same images on any number of ranks, so they differ by the
+rounding of sums that are added up in another order: less than 1e-5 of their size in float32, where
+one image that counts twice makes a hundred times as much.
 """
 
 import argparse
@@ -76,7 +76,8 @@ def train(mesh, folder, on_step=lambda step: None):
     if run is not None:
         run.position.check(plan, manifest_hash=manifest, ledger=run.consumed)
         step, state, position = run.step, run.state, run.position
-        print(f"goes on after step {step}, {run.consumed.num_due} images due", flush=True)
+        if jax.process_index() == 0:
+            print(f"goes on after step {step}, {run.consumed.num_due} images due", flush=True)
 
     for epoch in range(position.epoch, EPOCHS):
         ledger = jdw.Ledger(TRAIN, epoch=epoch)  # here it survives
@@ -85,7 +86,7 @@ def train(mesh, folder, on_step=lambda step: None):
         rest = position.rest(plan, epoch)
         fetch = lambda ids: {"pixels": pixels[ids], "label": labels[ids]}  # noqa: E731
         for taken, batch in enumerate(jdw.batches(rest, epoch, fetch, mesh), start=1):
-            state, report = train_step(state, batch)
+            state, _ = train_step(state, batch)
             step += 1
             ledger.add(batch.ids, batch.weights)  # and here
             now = jdw.RunPosition.of(rest, epoch, taken, manifest_hash=manifest)
@@ -139,7 +140,7 @@ def launch(processes, devices, folder, result, kill_at=0):
         command = [sys.executable, __file__, *given]
         started.append(subprocess.Popen(command, env=environment, start_new_session=True))
     try:
-        started[-1].wait(300)  # the one that is to be killed
+        started[-1].wait(120)  # the one that is to be killed
         if started[-1].returncode == 0:
             for process in started:
                 process.wait(120)

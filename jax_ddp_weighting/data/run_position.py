@@ -14,6 +14,7 @@ from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, find_fingerpr
 from jax_ddp_weighting.sampling.ledger import Ledger
 
 _FORMAT = 1
+_SIZES = ("num_replicas", "batch_size", "budget")  # which a run need not keep
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ class RunPosition:
             )
         if ledger is not None and ledger.epoch not in (None, epoch):
             raise ValueError(
-                f"RunPosition.of: ledger must be of epoch {epoch}, got epoch {ledger.epoch}. Keep a "
-                "ledger for each epoch."
+                f"RunPosition.of: ledger must be of epoch {epoch}, got epoch {ledger.epoch}. Keep "
+                "a ledger for each epoch."
             )
         return cls(
             _describe(plan, epoch),
@@ -168,7 +169,7 @@ class RunPosition:
             "manifest_hash": manifest_hash,
             "code": code,
         }
-        own = {f"plan's {name}": value for name, value in self.plan.items()}
+        own = {f"plan's {name}": value for name, value in self.order.items()}
         own |= {"manifest_hash": self.manifest_hash, "code": self.code}
         if ledger is not None:
             found["ledger"], own["ledger"] = ledger.digest, self.ledger
@@ -211,7 +212,7 @@ class RunPosition:
                 f"got {epoch}. Those before are over."
             )
         check_any_plan("RunPosition.rest: plan", plan)
-        if different := _find_differences(self.plan, _order(plan, self.epoch)):
+        if different := _find_differences(self.order, _order(plan, self.epoch)):
             raise ValueError(
                 f"RunPosition.rest: plan must have the order that was stopped, got {different}. A "
                 "position in another order means other ids."
@@ -219,6 +220,11 @@ class RunPosition:
         if epoch > self.epoch:
             return replace(plan, **sizes) if sizes else plan
         return plan.resumed(epoch, self.position, **sizes)
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides the order of ids: `plan` without what need not be kept."""
+        return {name: value for name, value in self.plan.items() if name not in _SIZES}
 
     @property
     def key(self) -> jax.Array:
@@ -277,17 +283,14 @@ def _order(plan: Plan, epoch: int) -> dict[str, Any]:
 
 
 def _describe(plan: Plan, epoch: int) -> dict[str, Any]:
-    sizes = {"num_replicas": plan.num_replicas}
-    for name in ("batch_size", "budget"):
-        if hasattr(plan, name):
-            sizes[name] = int(getattr(plan, name))
+    sizes = {name: int(getattr(plan, name)) for name in _SIZES if hasattr(plan, name)}
     return {**_order(plan, epoch), **sizes}
 
 
 def _find_differences(own: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     return "; ".join(
         f"{name} {own.get(name)!r}, here {value!r}"
-        for name, value in found.items()
+        for name, value in ((name, found.get(name)) for name in dict.fromkeys([*own, *found]))
         if own.get(name) != value
     )
 

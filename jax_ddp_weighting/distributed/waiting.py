@@ -18,6 +18,7 @@ from jax_ddp_weighting.distributed.coordination import (
     next_meeting,
     this_process,
 )
+from jax_ddp_weighting.distributed.under_way import list_under_way
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -86,7 +87,14 @@ class Waiting:
         """
         if self.alone:
             return finish(start())
+        # Steps that wait in collectives of their own hold the few threads of XLA's CPU client, and
+        # a process that gives it one more thing to wait for may leave none for what others wait on.
+        if under_way := list_under_way():
+            self._await(lambda: under_way, jax.block_until_ready)
         self._waits += 1
+        return self._await(start, finish)
+
+    def _await(self, start: Callable[[], S], finish: Callable[[S], T]) -> T:
         aside: Aside[T] | None = None
         while True:
             stalled = self._meeting.aside(f"stalled {self._stalls}")

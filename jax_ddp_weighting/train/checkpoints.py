@@ -136,16 +136,17 @@ def restore_run(
     step = manager.latest_step() if step is None else step
     if step is None:
         return None
-    items = {_STATE: ocp.args.StandardRestore(like), _RUN: ocp.args.JsonRestore()}
-    kept = set(manager.item_metadata(step).keys())
-    if not {_STATE, _RUN} <= kept:
+    items: dict[str, Any] = {_STATE: ocp.args.StandardRestore(like)}
+    try:
+        run = manager.restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))
+    except (KeyError, FileNotFoundError) as error:
+        if step not in manager.all_steps():
+            raise
         raise ValueError(
-            f"restore_run: checkpoint {step} must hold {_STATE} and {_RUN}, got "
-            f"{', '.join(sorted(kept)) or 'neither'}. save_run writes both."
-        )
-    position = RunPosition.from_dict(
-        manager.restore(step, args=ocp.args.Composite(**{_RUN: items[_RUN]}))[_RUN]
-    )
+            f"restore_run: checkpoint {step} must hold a run, got none beside what it has. "
+            "save_run writes it."
+        ) from error
+    position = RunPosition.from_dict(run[_RUN])
     if position.ledger:
         items[_LEDGER] = ocp.args.StandardRestore()
     found = manager.restore(step, args=ocp.args.Composite(**items))
