@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ddp_weighting._arguments import check_at_least, check_epoch
+from jax_ddp_weighting._arguments import check_at_least, check_epoch, check_up_to
 from jax_ddp_weighting._version import __version__
-from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, find_fingerprint
+from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, count_steps, find_fingerprint
 from jax_ddp_weighting.sampling.ledger import Ledger
+from jax_ddp_weighting.sampling.packing import PackedPlan
 
 _FORMAT = 1
 _SIZES = ("num_replicas", "batch_size", "budget")  # which a run need not keep
@@ -127,10 +128,15 @@ class RunPosition:
                 f"RunPosition.of: ledger must be of epoch {epoch}, got epoch {ledger.epoch}. Keep "
                 "a ledger for each epoch."
             )
+        steps = count_steps(plan, epoch)
+        step = check_up_to("RunPosition.of: step", step, steps, f"The epoch has {steps} steps.")
+        place = plan.position(step)
+        if isinstance(plan, PackedPlan):  # whose last step ends past the last row, as ranks have it
+            place = plan.resumed(epoch, place).start
         return cls(
             _describe(plan, epoch),
             epoch,
-            plan.position(step),
+            place,
             manifest_hash,
             "" if ledger is None else ledger.digest,
             window,
