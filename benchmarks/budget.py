@@ -1,8 +1,8 @@
 """Batches by tokens and packed rows: padding, balance, steps and planning, beside other ways.
 
-`python benchmarks/orders.py` runs these, each by its name too; the packer of the package `binpacking` is compared
-where it is installed. Lengths are log-normal of sigma 0.8, clipped at 900. Padding is a
-share of all tokens that steps pay for; a ratio that is kept is ours over what it stands beside.
+`python benchmarks/orders.py` runs these; the packer of the package `binpacking` is compared where
+it is installed. Lengths are log-normal of sigma 0.8, clipped at 900. Padding is a share of all
+tokens that steps pay for; a ratio that is kept is ours over what it stands beside.
 """
 
 import importlib.util
