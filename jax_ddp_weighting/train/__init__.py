@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax_ddp_weighting.train.accumulation import weighted_multi_steps
 from jax_ddp_weighting.train.batch_norm import BatchNorm
-from jax_ddp_weighting.train.epoch import EpochReport, make_train_epoch
+from jax_ddp_weighting.train.epoch import make_train_epoch
+from jax_ddp_weighting.train.epoch_program import EpochReport
 from jax_ddp_weighting.train.step import StepReport
 from jax_ddp_weighting.train.train_state import make_train_step
 
