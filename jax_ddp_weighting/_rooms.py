@@ -33,12 +33,12 @@ PUBLIC = {
         *("value_and_grad", "weighted_sum"),
     ),
     "train": (
-        *("BatchNorm", "EpochReport", "NnxBatchNorm", "StepReport", "make_nnx_train_step"),
-        *("make_train_epoch", "make_train_step", "weighted_multi_steps"),
+        *("BatchNorm", "EpochReport", "NnxBatchNorm", "StepReport", "make_nnx_train_epoch"),
+        *("make_nnx_train_step", "make_train_epoch", "make_train_step", "weighted_multi_steps"),
     ),
     "evaluation": (
         *("Evaluation", "Predictions", "due_step", "evaluate", "gather_by_id", "held_ids"),
-        *("read_parts", "write_part"),
+        *("make_evaluation", "read_parts", "write_part"),
     ),
     "testing": (
         *("CONVENTIONS", "Diagnosis", "LeafDifference", "ParityError", "ParityReport"),

@@ -17,19 +17,25 @@ from jax_ddp_weighting.train.train_state import make_train_step
 if TYPE_CHECKING:
     from jax_ddp_weighting.train.nnx import make_nnx_train_step
     from jax_ddp_weighting.train.nnx_batch_norm import NnxBatchNorm
+    from jax_ddp_weighting.train.nnx_epoch import make_nnx_train_epoch
 
 __all__ = [
     "BatchNorm",
     "EpochReport",
     "NnxBatchNorm",
     "StepReport",
+    "make_nnx_train_epoch",
     "make_nnx_train_step",
     "make_train_epoch",
     "make_train_step",
     "weighted_multi_steps",
 ]
 
-_LAZY = {"make_nnx_train_step": "nnx", "NnxBatchNorm": "nnx_batch_norm"}
+_LAZY = {
+    "NnxBatchNorm": "nnx_batch_norm",
+    "make_nnx_train_epoch": "nnx_epoch",
+    "make_nnx_train_step": "nnx",
+}
 
 
 def __getattr__(name: str) -> Any:
