@@ -1,5 +1,7 @@
 """An evaluation as one program finds what `evaluate` finds over the batches, to the last bit."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,9 +88,7 @@ def test_it_compiles_once_and_takes_rows_that_are_spread_and_numbers_without_par
         wanted = over_batches(only_rows, plan, mesh, epoch, params=None, data=values)
         assert_same(each, wanted)
     text = run.lower(None, spread, 0).compile().as_text()
-    assert "infeed" not in text
-    assert "outfeed" not in text
-    assert "host" not in text
+    assert not re.search(r" (infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback", text)
 
 
 def test_what_is_no_metric_and_what_does_not_fit_the_plan_is_refused():
