@@ -170,9 +170,8 @@ class EpochProgram:
             on_device = self._place_plan(known)
         else:
             self._check_on_device(on_device)
-        on_device, rng, replicated, extra = meshes.place(
-            (on_device, rng, replicated, extra), self._everywhere
-        )
+            on_device = meshes.place(on_device, self._everywhere)
+        rng, replicated, extra = meshes.place((rng, replicated, extra), self._everywhere)
         return data, on_device, turns, rng, extra, replicated
 
     def _find_turns(
@@ -213,12 +212,13 @@ class EpochProgram:
 
     def _place_plan(self, epochs: list[int]) -> DevicePlan:
         on_host = DevicePlan.on_host(self.options.plan, epochs)
-        if self._placed is not None:
-            on_host = self._placed.of_epochs(on_host)
-        placed = meshes.place(on_host, self._everywhere)
-        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(placed)):
+        if self._placed is None:
+            placed = meshes.place(on_host, self._everywhere)
+            if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(placed)):
+                return placed  # inside somebody's own jit, from which it must not leak
             self._placed = placed
-        return placed
+        # as numpy arrays, which a compiled call places faster than anything that does so before
+        return self._placed.of_epochs(on_host)
 
     def _check_on_device(self, on_device: Any) -> None:
         if not isinstance(on_device, DevicePlan):
