@@ -121,3 +121,14 @@ def test_budget_compiles_the_shapes_that_were_told_and_counts_every_word():
         ("budget", "2"),
         ("packed", "1"),
     ]
+
+
+def test_device_epoch_is_the_loop_to_the_last_bit():
+    out = run("device_epoch.py")
+    assert "equal to the last bit: True" in out
+    assert "images counted in each epoch: [1437]" in out
+    right, counted = re.search(r"accuracy: 0\.\d+ = (\d+) of (\d+) test images", out).groups()
+    assert counted == "360"
+    assert int(right) >= 330
+    first, last = map(float, re.search(r"first epoch (\S+), of the last (\S+)", out).groups())
+    assert last < 0.1 * first
