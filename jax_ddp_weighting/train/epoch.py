@@ -104,7 +104,8 @@ def make_train_epoch(
             False that state stays good. Within the epoch it is written in place either way.
         progress: `progress(epoch, step, loss)`, called on the host with two ints and a float after
             every `progress_every`-th step of an epoch, and its last, while the program runs: once a
-            step, not once a rank. It must not call JAX. Left out, nothing leaves the devices.
+            step, not once a rank, and on the first process alone. It must not call JAX. Left out,
+            nothing leaves the devices.
         progress_every: of every how many steps it is told.
         options: the others of `make_train_step`.
 
