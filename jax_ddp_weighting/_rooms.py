@@ -35,12 +35,12 @@ PUBLIC = {
     ),
     "train": (
         *("BatchNorm", "EpochReport", "NnxBatchNorm", "RestoredRun", "StepReport"),
-        *("make_nnx_train_step", "make_train_epoch", "make_train_step", "restore_run", "save_run"),
-        "weighted_multi_steps",
+        *("make_nnx_train_epoch", "make_nnx_train_step", "make_train_epoch", "make_train_step"),
+        *("restore_run", "save_run", "weighted_multi_steps"),
     ),
     "evaluation": (
         *("Evaluation", "Predictions", "due_step", "evaluate", "gather_by_id", "held_ids"),
-        *("read_parts", "write_part"),
+        *("make_evaluation", "read_parts", "write_part"),
     ),
     "testing": (
         *("CONVENTIONS", "Diagnosis", "LeafDifference", "ParityError", "ParityReport"),

@@ -141,3 +141,14 @@ def test_a_run_that_is_killed_twice_ends_with_the_parameters_of_one_that_is_not(
     loop = source[source.index("def train(") : source.index("def work(")].splitlines()
     words = ("manifest", "manager", "options", "position", "run", "ledger", "now", "step", "Named")
     assert sum(any(re.search(rf"\b{word}\b", line) for word in words) for line in loop) <= 40
+
+
+def test_device_epoch_is_the_loop_to_the_last_bit():
+    out = run("device_epoch.py")
+    assert "equal to the last bit: True" in out
+    assert "images counted in each epoch: [1437]" in out
+    right, counted = re.search(r"accuracy: 0\.\d+ = (\d+) of (\d+) test images", out).groups()
+    assert counted == "360"
+    assert int(right) >= 330
+    first, last = map(float, re.search(r"first epoch (\S+), of the last (\S+)", out).groups())
+    assert last < 0.1 * first

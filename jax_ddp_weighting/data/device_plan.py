@@ -1,7 +1,7 @@
 """A plan as a function of traced numbers: who reads what, made on the device that reads it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -125,6 +125,13 @@ class DevicePlan:
                 " steps have shapes of their own. A compiled program has one: read it with"
                 " batches(plan, ...)."
             )
+        return jax.device_put(cls.on_host(plan, epochs))
+
+    @classmethod
+    def on_host(
+        cls, plan: EpochPlan, epochs: int | range | Sequence[int] | None = None
+    ) -> "DevicePlan":
+        """The same of numpy arrays, for who places it where it is to be read: see `of`."""
         check_plan("DevicePlan.of: plan", plan)
         known = _find_epochs(plan, epochs)
         rows = plan.num_replicas * plan.batch_size
@@ -147,11 +154,15 @@ class DevicePlan:
             steps_per_epoch=plan.steps_per_epoch,
             _lookup=lookup,
             _wraps_once=rows <= length,
-            _sizes=_Sizes(*(jnp.asarray(word(size)) for size in sizes)),
-            _epochs=None if known is None else jnp.asarray(np.array(known, np.int32)),
-            _table=None if table is None else jnp.asarray(table),
-            _weights=None if plan.weights is None else jnp.asarray(plan.weights.values),
+            _sizes=_Sizes(*(word(size) for size in sizes)),
+            _epochs=None if known is None else np.array(known, np.int32),
+            _table=table,
+            _weights=None if plan.weights is None else plan.weights.values,
         )
+
+    def of_epochs(self, other: "DevicePlan") -> "DevicePlan":
+        """This plan with the epochs of another of its kind, so that only they are placed anew."""
+        return replace(self, _epochs=other._epochs, _table=other._table)
 
     def batch(self, epoch: Any, step: Any, rank: Any = None) -> Slots:
         """The slots of one step: those of the plan's own `batch`, on the device.

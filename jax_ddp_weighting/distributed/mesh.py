@@ -142,6 +142,17 @@ def replicated_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def free_bytes(mesh: Mesh) -> int | None:
+    """What is free on the fullest of this process's devices; None where devices do not tell."""
+    found = []
+    for device in mesh.local_devices:
+        stats = device.memory_stats()
+        if not stats or "bytes_limit" not in stats:
+            return None
+        found.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return min(found, default=None)
+
+
 def spec_over(sharding: Any, axis_name: AxisName, ndim: int) -> PartitionSpec:
     """How an array lies over the axis, and nothing else; `P()` where it is whole on every rank."""
     if not isinstance(sharding, NamedSharding):

@@ -65,6 +65,23 @@ class ExactSum:
         if len(self._parts) > _MANY_PARTS:
             self._parts = _drop_zeros(self._parts)
 
+    def add_all(self, arrays: Any) -> None:
+        """Adds many arrays of one dtype, stacked: the same, in a few passes over all of them."""
+        arrays = np.asarray(arrays)
+        arrays = arrays.reshape(len(arrays), math.prod(self.shape))
+        if not len(arrays):
+            return
+        if jnp.issubdtype(arrays.dtype, jnp.floating):
+            self._has_floats = True
+            for part in _add_up(arrays.astype(np.float64)):
+                self._add_floats(part)
+            return
+        self._has_integers = True
+        arrays = arrays if arrays.dtype == np.uint64 else arrays.astype(np.int64)
+        self._low += (arrays & _LOW).astype(np.int64).sum(axis=0)
+        self._high += (arrays >> _HALF).astype(np.int64).sum(axis=0) + (self._low >> _HALF)
+        self._low &= _LOW
+
     def any(self) -> bool:
         """Whether an element is not 0; of elements that are at least 0."""
         numbers = [self._high, self._low, *self._parts]
@@ -125,6 +142,25 @@ class ExactSum:
             return float(self._no_numbers[i])
         whole = (int(self._high[i]) << _HALF) + int(self._low[i])
         return sum((Fraction(float(part[i])) for part in self._parts), start=whole)
+
+
+def _add_up(arrays: np.ndarray) -> list[np.ndarray]:
+    """Arrays that have the sum of those, exactly, and are few.
+
+    What every addition of a running sum rounds off is known exactly, and is summed up next: the
+    passes are as many as float64 needs digits, two or three for values of like size.
+    """
+    found = [row for row in arrays if not np.isfinite(row).all()]
+    if found:  # which have no digits to keep
+        arrays = arrays[np.isfinite(arrays).all(axis=1)]
+    while len(arrays) and arrays.any():
+        with np.errstate(over="raise"):
+            sums = np.cumsum(arrays, axis=0)  # from the first on, one after the other
+        before, after, more = sums[:-1], sums[1:], arrays[1:]
+        found.append(sums[-1])
+        added = after - before
+        arrays = (before - (after - added)) + (more - added)
+    return found or [arrays.sum(axis=0)]
 
 
 def _drop_zeros(parts: list[np.ndarray]) -> list[np.ndarray]:

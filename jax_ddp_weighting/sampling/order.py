@@ -1,6 +1,7 @@
 """Epoch orders: torch's, exactly; one that can be asked for a part alone; one's own."""
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
@@ -61,7 +62,7 @@ def torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_example
     from scipy.linalg import get_lapack_funcs  # 0.2 s to import, so only where it is used
 
     # RandomState's stream is frozen by numpy's compatibility policy; Generator's is not.
-    words = np.random.RandomState(seed & 0xFFFF_FFFF)
+    words = _seed_words(seed & 0xFFFF_FFFF)
     pivots = np.empty(n, np.int32)
     wide = n >= _TORCH_WIDE
     stop = n if wide else n - 1
@@ -76,13 +77,30 @@ def torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_example
             high, low = drawn[0::2].astype(np.uint64), drawn[1::2]
             swap = ((high << np.uint64(32)) | low) % (entries + np.uint64(1))
         else:
-            swap = entries + drawn % (np.uint32(n) - entries)
+            swap = np.subtract(np.uint32(n), entries)  # in place: a small order is all calls
+            np.remainder(drawn, swap, out=swap)
+            np.add(swap, entries, out=swap)
         pivots[start : start + len(entries)] = swap
     # LAPACK's row interchanges are that chain of swaps; it moves floats, which hold ids exactly.
     dtype = np.float32 if n <= 2**24 else np.float64
     (swap_rows,) = get_lapack_funcs(("laswp",), dtype=dtype)
     column = swap_rows(np.arange(n, dtype=dtype).reshape(n, 1), pivots, overwrite_a=1)
     return column.reshape(n).astype(np.int64)
+
+
+_words = threading.local()
+
+
+def _seed_words(seed: int) -> np.random.RandomState:
+    """Numpy's Mersenne Twister, seeded as torch's: this thread's own, to be used at once.
+
+    A new one reads so much from the operating system, only to be seeded anew, that it would cost
+    more than the whole order of some thousand examples.
+    """
+    if not hasattr(_words, "state"):
+        _words.state = np.random.RandomState(0)
+    _words.state.seed(seed)
+    return _words.state
 
 
 def keyed_order(

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 from jax_ddp_weighting.train.accumulation import weighted_multi_steps
 from jax_ddp_weighting.train.batch_norm import BatchNorm
 from jax_ddp_weighting.train.checkpoints import RestoredRun, restore_run, save_run
-from jax_ddp_weighting.train.epoch import EpochReport, make_train_epoch
+from jax_ddp_weighting.train.epoch import make_train_epoch
+from jax_ddp_weighting.train.epoch_program import EpochReport
 from jax_ddp_weighting.train.step import StepReport
 from jax_ddp_weighting.train.train_state import make_train_step
 
 if TYPE_CHECKING:
     from jax_ddp_weighting.train.nnx import make_nnx_train_step
     from jax_ddp_weighting.train.nnx_batch_norm import NnxBatchNorm
+    from jax_ddp_weighting.train.nnx_epoch import make_nnx_train_epoch
 
 __all__ = [
     "BatchNorm",
@@ -24,6 +26,7 @@ __all__ = [
     "NnxBatchNorm",
     "RestoredRun",
     "StepReport",
+    "make_nnx_train_epoch",
     "make_nnx_train_step",
     "make_train_epoch",
     "make_train_step",
@@ -32,7 +35,11 @@ __all__ = [
     "weighted_multi_steps",
 ]
 
-_LAZY = {"make_nnx_train_step": "nnx", "NnxBatchNorm": "nnx_batch_norm"}
+_LAZY = {
+    "NnxBatchNorm": "nnx_batch_norm",
+    "make_nnx_train_epoch": "nnx_epoch",
+    "make_nnx_train_step": "nnx",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -37,6 +37,8 @@ class CompiledStep:
         axis_name: the data axis.
         check: raises for what no step can be made of.
         donate: whether the step may write into the arrays that it was given.
+        whole: whether what comes in the batch's place is no batch, but data that lie whole on every
+            device unless they lie on the mesh otherwise.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class CompiledStep:
         *,
         check: Callable[..., None],
         donate: bool = True,
+        whole: bool = False,
     ) -> None:
         self._check, self._donate, self._mesh = check, donate, mesh
         self._replicated = meshes.replicated_sharding(mesh)
-        self._rows = meshes.row_sharding(mesh, axis_name)
+        self._whole = whole
+        self._rows = self._replicated if whole else meshes.row_sharding(mesh, axis_name)
         self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         # Two tables, because a step is compiled for where the state lies, but looked up for all
         # that it is given: a batch of another structure needs a check and a trace, not another
@@ -67,7 +71,8 @@ class CompiledStep:
 
             return check_and_step
 
-        self._bind = bind
+        self.bind = bind
+        """The step for one placement of what is carried, to be traced in a program around it."""
 
     def __call__(self, carried: Any, batch: Batch, *rest: Any) -> tuple[Any, Any]:
         """One step; what is carried must not be used again where it is donated."""
@@ -112,7 +117,10 @@ class CompiledStep:
             _check_alive([leaf for leaf in leaves if _is_concrete(leaf)])
             leaves = _copy_repeated(leaves, jax.tree.leaves((batch, rest)))
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
-            batch = place_batch(batch, self._rows, caller="train step")
+            if self._whole:
+                batch = meshes.place(batch, self._rows)
+            else:
+                batch = place_batch(batch, self._rows, caller="train step")
         leaves = list(map(_strengthen_type, meshes.place(leaves, self._replicated)))
         carried, shardings = structure.unflatten(leaves), _shardings(leaves)
         if (structure, shardings) not in self._jitted:
@@ -120,7 +128,7 @@ class CompiledStep:
             # compilation, and for sharded parameters a slow one-off reshuffle.
             placement = structure.unflatten(shardings)
             self._jitted[structure, shardings] = jax.jit(
-                self._bind(placement),
+                self.bind(placement),
                 donate_argnums=(0,) if self._donate else (),
                 out_shardings=(placement, None),
             )

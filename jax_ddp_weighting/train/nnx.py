@@ -51,14 +51,10 @@ class NnxTrainStep:
         **optimizer_args: Any,
     ) -> StepReport:
         """The report of a step; model and optimizer are updated in place."""
-        carried = _split(model, optimizer)
+        carried = split_pair(model, optimizer)
         replicated = self.compiled.replicate(replicated)
         found, report = self.compiled(carried, batch, rng, optimizer_args, replicated)
-        _, *states, updated = found
-        nnx.update(model, *states)
-        # An optimizer shares nothing, so that it is a plain pytree, much faster than nnx.update.
-        for old, new in zip(_find_variables(optimizer), _find_variables(updated), strict=True):
-            old.set_value(new.get_value())
+        update_pair(model, optimizer, found)
         return report
 
     def lower(
@@ -72,15 +68,29 @@ class NnxTrainStep:
         **optimizer_args: Any,
     ) -> Lowered:
         """JAX's `Lowered` of the step for these arguments: nothing is run."""
-        carried = _split(model, optimizer)
+        carried = split_pair(model, optimizer)
         replicated = self.compiled.replicate(replicated)
         return self.compiled.lower(carried, batch, rng, optimizer_args, replicated)
 
 
-def _split(model: Any, optimizer: Any) -> tuple[Any, ...]:
+def split_pair(model: Any, optimizer: Any) -> tuple[Any, ...]:
+    """What a step carries of a model and its optimizer.
+
+    Raises:
+        TypeError: they are none.
+    """
     _check_pair(model, optimizer)
     model_def, *states = nnx.split(model, optimizer.wrt, nnx.RngKey, ...)
     return (model_def, *states, optimizer)
+
+
+def update_pair(model: nnx.Module, optimizer: nnx.Optimizer, carried: tuple[Any, ...]) -> None:
+    """The model and its optimizer, updated in place by what a step has carried on."""
+    _, *states, updated = carried
+    nnx.update(model, *states)
+    # An optimizer shares nothing, so that it is a plain pytree, much faster than nnx.update.
+    for old, new in zip(_find_variables(optimizer), _find_variables(updated), strict=True):
+        old.set_value(new.get_value())
 
 
 def make_nnx_train_step(

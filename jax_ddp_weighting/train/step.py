@@ -394,6 +394,11 @@ def _check_rng(rng: Any, options: StepOptions) -> None:
                 "step(..., rng) with a fresh key for every step, such as fold_in(key, step)."
             )
         return
+    check_key(rng)
+
+
+def check_key(rng: Any) -> None:
+    """Raises `TypeError` unless it is one key, typed or not."""
     typed = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
     if getattr(rng, "shape", None) != (() if typed else (2,)):
         raise TypeError(

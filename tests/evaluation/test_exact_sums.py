@@ -1,5 +1,6 @@
 """Sums of arrays in which nothing is rounded: against rationals, element by element."""
 
+import math
 from fractions import Fraction
 
 import jax.numpy as jnp
@@ -108,3 +109,22 @@ def test_a_sum_beyond_float64_is_said():
     summed = exact_sum([np.array([1.5e308])], (1,))
     with pytest.raises(FloatingPointError, match="overflow"):
         summed.add(np.array([1.5e308]))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.int64, np.uint64])
+def test_many_at_once_are_one_after_the_other(dtype):
+    rng = np.random.default_rng(1)
+    many = rng.normal(size=(40, 3)) * 10.0 ** rng.integers(-12, 9, size=(40, 1))
+    many = abs(many).astype(dtype) if dtype == np.uint64 else many.astype(dtype)
+    if np.issubdtype(dtype, np.floating):
+        many[3, 0], many[5, 1], many[6, 1] = np.nan, np.inf, -np.inf
+    one, all_of_them = ExactSum((3,)), ExactSum((3,))
+    for array in many:
+        one.add(array)
+    all_of_them.add_all(many[:0])
+    all_of_them.add_all(many[:7])
+    all_of_them.add_all(many[7:])
+    np.testing.assert_array_equal(all_of_them.rounded(), one.rounded())
+    plain = many[:, 2].tolist()
+    wanted = math.fsum(plain) if np.issubdtype(dtype, np.floating) else sum(plain)
+    assert all_of_them.rounded()[2] == wanted

@@ -126,8 +126,10 @@ def test_what_cannot_be_one_program_is_refused():
             make_train_epoch(fitting.loss_fn, mesh, other)
     with pytest.raises(ValueError, match='engine must be "shard_map" or "jit", got \'pmap\''):
         make_train_epoch(fitting.loss_fn, mesh, plan, engine="pmap")
-    with pytest.raises(TypeError, match="donate must be left out"):
-        make_train_epoch(fitting.loss_fn, mesh, plan, donate=True)
+    with pytest.raises(TypeError, match="progress must be a function"):
+        make_train_epoch(fitting.loss_fn, mesh, plan, progress=True)
+    with pytest.raises(ValueError, match="progress_every must be an integer of at least 1"):
+        make_train_epoch(fitting.loss_fn, mesh, plan, progress=print, progress_every=0)
     with pytest.raises(TypeError, match="must be an EpochPlan, got list"):
         make_train_epoch(fitting.loss_fn, mesh, [])
     run_epoch = make_train_epoch(fitting.loss_fn, mesh, plan)
