@@ -33,8 +33,9 @@ PUBLIC = {
         *("value_and_grad", "weighted_sum"),
     ),
     "train": (
-        *("BatchNorm", "EpochReport", "NnxBatchNorm", "StepReport", "make_nnx_train_step"),
-        *("make_train_epoch", "make_train_step", "weighted_multi_steps"),
+        *("BatchNorm", "EpochReport", "NnxBatchNorm", "StepReport", "clip_by_global_norm"),
+        *("global_norm", "make_nnx_train_step", "make_train_epoch", "make_train_step"),
+        *("weighted_multi_steps",),
     ),
     "evaluation": (
         *("Evaluation", "Predictions", "due_step", "evaluate", "gather_by_id", "held_ids"),

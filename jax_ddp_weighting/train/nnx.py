@@ -20,8 +20,8 @@ from jax_ddp_weighting.train.optimizer import (
     check_optimizer,
     make_arguments,
     run_optimizer,
-    take_norm,
 )
+from jax_ddp_weighting.train.shards import global_norm
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
@@ -229,7 +229,7 @@ def make_nnx_train_step(
         (params, optimizer), stepped = run_optimizer(
             tx, opt_state, offered, for_tx, report.skipped, apply, (params, optimizer)
         )
-        norm = take_norm(gradients) if grad_norm else None
+        norm = global_norm(gradients) if grad_norm else None
         carried = (model_def, params, keys, state["variables"], optimizer)
         return carried, replace(report, stepped=stepped, grad_norm=norm)
 

@@ -26,8 +26,8 @@ from jax_ddp_weighting.train.optimizer import (
     check_optimizer,
     make_arguments,
     run_optimizer,
-    take_norm,
 )
+from jax_ddp_weighting.train.shards import global_norm
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
@@ -317,7 +317,7 @@ def make_train_step(
         state, stepped = run_optimizer(
             state.tx, state.opt_state, offered, extra, skipped, apply, state, held
         )
-        norm = take_norm(gradients) if grad_norm else None
+        norm = global_norm(gradients) if grad_norm else None
         return state.replace(**changed), replace(report, stepped=stepped, grad_norm=norm)
 
     def check(

@@ -338,8 +338,13 @@ def take_gradient(
         statistics = options.statistics
         if statistics is not None:
             statistics = _gather_first(statistics, specs, typed=bool(options.part_axes))
-        loss_fn = _gather_first(options.loss_fn, specs)
-        options = replace(options, loss_fn=loss_fn, statistics=statistics)
+        options = replace(
+            options,
+            loss_fn=_gather_first(options.loss_fn, specs),
+            # a state that is made of parameters is the same on every rank, and must be typed so
+            loss_of_shared=_gather_first(options.loss_fn, specs, typed=True),
+            statistics=statistics,
+        )
     elif gathers == "step":
         params = gather_whole(own, specs)
         shared = type_as_shared(params, specs)

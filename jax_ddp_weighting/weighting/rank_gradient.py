@@ -66,6 +66,8 @@ class GradientOptions:
         gather_per: None where `loss_fn` takes shards. Else it takes whole parameters, which are
             gathered for it once per `"step"`, or once per `"microbatch"`, with the memory of one
             rank's shards for what is accumulated.
+        loss_of_shared: the loss function for parameters as they were given, where it has to treat
+            them otherwise; None for the same.
         part_axes: those of the axes over which parts of rows lie, and not rows: each rank of them
             holds what is the whole row's, such as its weight. Only where types tell what varies.
         scale: what totals are multiplied by on their way back to the parameters, a float scalar, so
@@ -84,6 +86,7 @@ class GradientOptions:
     has_accepted: bool = False
     param_specs: ParamSpecs | None = None
     gather_per: str | None = None
+    loss_of_shared: LossFn | None = None
     part_axes: tuple[str, ...] = ()
     scale: Any = None
 
@@ -137,11 +140,14 @@ def call_loss(
     if options.has_state:
         named = ("state", *["aux"] * options.has_aux)
 
-        def call(params: PyTree) -> tuple[Any, ...]:
-            return unpack(options.loss_fn(params, *args, state=state, **given), *named)
+        def call(loss_fn: LossFn, params: PyTree) -> tuple[Any, ...]:
+            return unpack(loss_fn(params, *args, state=state, **given), *named)
 
-        sums, new_state, *aux = call(params)
-        state = check_state(state, new_state, options.axis_name, lambda: call(shared)[1])
+        def call_again() -> PyTree:
+            return call(options.loss_of_shared or options.loss_fn, shared)[1]
+
+        sums, new_state, *aux = call(options.loss_fn, params)
+        state = check_state(state, new_state, options.axis_name, call_again)
     else:
         out = options.loss_fn(params, *args, **given)
         sums, *aux = unpack(out, "aux") if options.has_aux else (out,)
