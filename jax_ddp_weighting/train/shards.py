@@ -92,8 +92,8 @@ def clip_by_global_norm(
         >>> tx = clip_by_global_norm(1.0, param_specs=spec)
         >>> shards = jnp.array([[3.0], [4.0]])  # of two ranks
         >>> clipped = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(shards)
-        >>> clipped.round(2).tolist()
-        [[0.6000000238418579], [0.800000011920929]]
+        >>> [round(float(each), 2) for each in clipped[:, 0]]
+        [0.6, 0.8]
     """
 
     def update(
