@@ -121,3 +121,11 @@ def test_budget_compiles_the_shapes_that_were_told_and_counts_every_word():
         ("budget", "2"),
         ("packed", "1"),
     ]
+
+
+def test_sharded_is_one_devices_run_with_a_part_of_the_state_on_each_device():
+    out = run("sharded.py")
+    assert "20 steps on {'data': 2, 'fsdp': 2, 'model': 2}" in out
+    part, whole = map(int, re.search(r"state: (\d+) of (\d+) KiB", out).groups())
+    assert part < 0.35 * whole  # a quarter of all but embeddings of places, norms and biases
+    assert float(re.search(r"parameters within (\S+) of one device's", out).group(1)) < 1e-9
