@@ -260,6 +260,54 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "weighting/row_parts.py",
+        ("train/test_batch_spec.py",),
+        (
+            "what is a row's counted once for each of its parts",
+            "if not mesh.varies(leaf, axis)]",
+            "if False]",
+            "train/test_batch_spec.py::test_what_is_a_rows_counts_once_beside_what_is_a_tokens[specs0-more0]",
+        ),
+        (
+            "tokens over the weight of rows taken",
+            "if total != weight and name not in once:",
+            "if False:",
+            "train/test_batch_spec.py::test_a_term_of_rows_and_tokens_at_once_is_refused[<lambda>0]",
+        ),
+    ),
+    *of(
+        "train/shards.py",
+        ("train/test_shards.py",),
+        (
+            "the norm of a rank's own shards",
+            "(lax.psum(part, tuple(sorted(axes))) if axes else part)",
+            "part",
+            "train/test_shards.py::test_norm_and_clipping_are_those_of_the_whole_tree[vmap]",
+        ),
+        (
+            "an optimizer that mixes a rank's own shards taken",
+            "if not every:",
+            "if True:",
+            "train/test_shards.py::test_what_is_made_of_several_elements_is_refused[vmap-a norm]",
+        ),
+        (
+            "whether to skip asked of each rank's own shards",
+            "return count_not_finite if decide is optax.skip_not_finite else check",
+            "return decide",
+            "train/test_shards.py::test_windows_of_shards_are_those_of_the_whole_tree[vmap]",
+        ),
+    ),
+    *of(
+        "testing/sharded_ranks.py",
+        ("testing/test_sharded_parity.py",),
+        (
+            "ranks that hold the same not seen apart",
+            "seen[self._slices(spec, whole.shape, at)] = leaf[tuple(at.values())]",
+            "pass",
+            "testing/test_sharded_parity.py::test_one_rank_that_differs_is_found",
+        ),
+    ),
+    *of(
         "weighting/param_specs.py",
         (CORNERS, "weighting/test_param_specs.py", "weighting/test_parallelisms.py"),
         (

@@ -152,3 +152,11 @@ def test_device_epoch_is_the_loop_to_the_last_bit():
     assert int(right) >= 330
     first, last = map(float, re.search(r"first epoch (\S+), of the last (\S+)", out).groups())
     assert last < 0.1 * first
+
+
+def test_sharded_is_one_devices_run_with_a_part_of_the_state_on_each_device():
+    out = run("sharded.py")
+    assert "20 steps on {'data': 2, 'fsdp': 2, 'model': 2}" in out
+    part, whole = map(int, re.search(r"state: (\d+) of (\d+) KiB", out).groups())
+    assert part < 0.35 * whole  # a quarter of all but embeddings of places, norms and biases
+    assert float(re.search(r"parameters within (\S+) of one device's", out).group(1)) < 1e-9

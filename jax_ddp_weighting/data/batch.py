@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_at_least, check_weights
@@ -231,14 +231,19 @@ def check_is_global(batch: Batch, mesh: Mesh | AbstractMesh, *, caller: str) -> 
             )
 
 
-def place_batch(batch: Batch, sharding: NamedSharding, *, caller: str) -> Batch:
+def place_batch(batch: Batch, sharding: PyTree, *, caller: str) -> Batch:
     """A batch with its rows on the mesh, as `mesh.place` places them, and nothing of it cut.
+
+    Args:
+        batch: a batch, on the host or on devices.
+        sharding: a `NamedSharding` for all leaves, or a `Batch` of them.
+        caller: who speaks in errors.
 
     Raises:
         TypeError: a leaf holds no numbers.
         ValueError: a value would be cut, or the rows are one process's while the mesh has several.
     """
-    check_is_global(batch, sharding.mesh, caller=caller)
+    check_is_global(batch, jax.tree.leaves(sharding)[0].mesh, caller=caller)
     check_batch_values(batch, caller=caller)
     if isinstance(batch.ids, np.ndarray):
         batch = replace(batch, ids=device_ids(batch.ids, caller=caller))

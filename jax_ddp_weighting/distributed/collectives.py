@@ -24,6 +24,27 @@ _NO_COLLECTIVE = ("pvary", "pcast")
 # After these every rank has the same.
 _MADE_THE_SAME = ("psum", "pmax", "pmin", "all_gather")
 
+# After these one element of a result is made of many of an operand, or of none of its own: a draw
+# of random numbers knows nothing of which part of an array it is for.
+_MIXES = (
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+    *("reduce_xor", "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+    *("dot_general", "ragged_dot", "conv_general", "sort", "top_k", "approx_top_k", "fft", "eig"),
+    *(
+        "gather",
+        "scatter",
+        "svd",
+        "qr",
+        "lu",
+        "cholesky",
+        "triangular_solve",
+        "householder",
+        "schur",
+        "tridiagonal",
+    ),
+)
+_DRAWS = ("random_bits", "threefry2x32", "rng_")
+
 
 class Collective(NamedTuple):
     """One collective operation of a function.
@@ -79,6 +100,20 @@ class Program(NamedTuple):
         )
         return list(found), _names_in(frozenset().union(*results))
 
+    def find_partial(self, parts: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+        """For each result the axes for which it is made of what one rank has of several elements.
+
+        A norm, a mean or a count of the leaves, or of some of them, is so of all axes that these
+        are split over, until it is summed over them; what follows element by element is not.
+
+        Args:
+            parts: for each leaf of the first argument the axes that it is split over.
+        """
+        origins: list[Origins] = [frozenset({i}) for i in range(self.leaves)]
+        origins += [frozenset({OTHERS})] * (len(self.jaxpr.invars) - self.leaves)
+        walk = _Walk(frozenset({OTHERS}), frozenset(), {}, tuple(parts))
+        return [_names_in(each) for each in walk.through(self.jaxpr, origins)]
+
 
 def trace(fn: Callable[..., Any], first: PyTree, *rest: PyTree) -> Program:
     """`fn(first, *rest)`, traced and not run.
@@ -102,11 +137,14 @@ class _Walk(NamedTuple):
         elsewhere: the origins of what a function closes over.
         bound: axes that are mapped inside.
         found: where collectives are noted.
+        parts: for each leaf of the first argument the axes that it is split over, where it is asked
+            what mixes elements; the axes among the origins are then those of what was mixed.
     """
 
     elsewhere: Origins
     bound: frozenset[str]
     found: dict[Collective, None]
+    parts: tuple[frozenset[str], ...] = ()
 
     def through(self, jaxpr: Any, origins: Sequence[Origins]) -> list[Origins]:
         """The origins of the results, of those of the arguments."""
@@ -138,10 +176,20 @@ class _Walk(NamedTuple):
             ] = None
             in_groups = eqn.params.get("axis_index_groups") is not None
             if name.startswith(_MADE_THE_SAME) and not in_groups:
-                everything -= axes
-            else:
+                # and what is whole is no part any more, whatever is made of it
+                whole = {i for i, own in enumerate(self.parts) if own <= axes}
+                everything -= axes | whole
+            elif not self.parts:
                 everything |= axes
+        elif self.parts and name.startswith(_MIXES):
+            everything |= self._parts_of(everything)
+        elif self.parts and name.startswith(_DRAWS):
+            everything |= frozenset().union(*self.parts)
         return [everything] * len(eqn.outvars)
+
+    def _parts_of(self, origins: Origins) -> frozenset[str]:
+        leaves = [each for each in origins if isinstance(each, int) and each != OTHERS]
+        return frozenset[str]().union(*(self.parts[i] for i in leaves))
 
     def _into(
         self, eqn: Any, inner: list[Any], given: list[Origins], everything: Origins
@@ -170,9 +218,10 @@ class _Walk(NamedTuple):
             len(eqn.outvars),
         ):
             return walk.through(one, given)
-        for each in inner:  # such as a while loop: what goes in anywhere may come out anywhere
-            walk.through(each, [everything] * len(each.invars))
-        return [everything] * len(eqn.outvars)
+        results = [  # such as a while loop: what goes in anywhere may come out anywhere
+            walk.through(each, [everything] * len(each.invars)) for each in inner
+        ]
+        return [everything.union(*(each for some in results for each in some))] * len(eqn.outvars)
 
 
 def _jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:

@@ -7,7 +7,7 @@ library makes parameters vary first (`vary`), which keeps gradients local until 
 once, on purpose.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -157,36 +157,71 @@ def spec_over(sharding: Any, axis_name: AxisName, ndim: int) -> PartitionSpec:
     """How an array lies over the axis, and nothing else; `P()` where it is whole on every rank."""
     if not isinstance(sharding, NamedSharding):
         return PartitionSpec()
-    named, entries = _names(axis_name), []
-    for entry in (*sharding.spec, *[None] * ndim)[:ndim]:
-        kept = tuple(name for name in names_of(entry) if name in named)
-        entries.append(kept[0] if len(kept) == 1 else kept or None)
-    return PartitionSpec(*entries) if any(entries) else PartitionSpec()
+    entries = (*sharding.spec, *[None] * ndim)[:ndim]
+    spec = keep_names(PartitionSpec(*entries), _names(axis_name))
+    return spec if any(spec) else PartitionSpec()
 
 
-def place(tree: T, sharding: NamedSharding) -> T:
+def place(tree: T, sharding: PyTree) -> T:
     """The tree on the mesh: leaves that lie on it stay as they are, others move to `sharding`.
 
     Placing once keeps a step at one compilation: JAX compiles anew when the placement of an input
     changes, as it would between a fresh state and the state that the first step returned.
+
+    Args:
+        tree: any pytree of arrays.
+        sharding: a `NamedSharding` for all leaves, or one for each in the structure of the tree.
     """
 
-    def lies_there(leaf: Any) -> bool:
+    def lies_there(leaf: Any, wanted: NamedSharding) -> bool:
         # any sharding on the mesh will do: a parameter sharded on purpose stays sharded
         current = getattr(leaf, "sharding", None)
-        return isinstance(current, NamedSharding) and current.mesh == sharding.mesh
+        return isinstance(current, NamedSharding) and current.mesh == wanted.mesh
 
-    def place(leaf: Any) -> Any:
-        if lies_there(leaf):
+    def place(leaf: Any, wanted: NamedSharding) -> Any:
+        if lies_there(leaf, wanted):
             return leaf
         # A copy, so that donating the placed tree leaves the caller's own arrays alone. (Whatever
         # it is told, device_put aliases keys, and arrays that lie on one of several devices.)
         own = jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
-        return jax.device_put(own, sharding)
+        return jax.device_put(own, wanted)
 
-    if all(map(lies_there, jax.tree.leaves(tree))):
+    leaves, structure = jax.tree.flatten(tree)
+    one = isinstance(sharding, NamedSharding)
+    wanted = [sharding] * len(leaves) if one else jax.tree.leaves(sharding)
+    if all(map(lies_there, leaves, wanted)):
         return tree  # as on every step but the first, which must cost nothing
-    return jax.tree.map(place, tree)
+    return structure.unflatten(list(map(place, leaves, wanted)))
+
+
+def constrain(tree: T, shardings: PyTree) -> T:
+    """Inside `jit` the tree, each leaf where its sharding says, over axes of type Auto or Explicit.
+
+    Args:
+        tree: any pytree of arrays.
+        shardings: a `NamedSharding` for each leaf, in the structure of the tree.
+    """
+
+    def put(leaf: Any, wanted: NamedSharding) -> Any:
+        mesh, kinds = wanted.mesh, zip(wanted.mesh.axis_names, wanted.mesh.axis_types, strict=True)
+        explicit = {name for name, kind in kinds if kind is AxisType.Explicit}
+        if explicit:
+            # which a constraint may not name; over the others it says nothing
+            leaf = jax.sharding.reshard(
+                leaf, NamedSharding(mesh, keep_names(wanted.spec, explicit))
+            )
+        if explicit == set(mesh.axis_names):
+            return leaf
+        auto = keep_names(wanted.spec, set(mesh.axis_names) - explicit)
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, auto))
+
+    return jax.tree.map(put, tree, shardings)
+
+
+def keep_names(spec: PartitionSpec, names: Collection[str]) -> PartitionSpec:
+    """The spec, in which no other axes are named."""
+    kept = [tuple(name for name in names_of(entry) if name in names) for entry in spec]
+    return PartitionSpec(*(each[0] if len(each) == 1 else each or None for each in kept))
 
 
 # --- inside a mapped function ---------------------------------------------------------------------
@@ -314,6 +349,7 @@ def over_ranks(
     engine: str = "shard_map",
     in_specs: PyTree = None,
     out_specs: PyTree = None,
+    row_specs: PyTree = None,
 ) -> Callable[[PyTree, PyTree], PyTree]:
     """`fn(replicated, rows)`, run once per rank on the rank's own rows, in the chosen regime.
 
@@ -325,6 +361,8 @@ def over_ranks(
         in_specs: under `shard_map`, how the first argument lies over the axis, where not all of it
             is the same on every rank.
         out_specs: the same of the result.
+        row_specs: under `shard_map`, how rows lie over the axes, where that is not the first
+            dimension of every leaf over all of them.
 
     Returns:
         A function of `(replicated, rows)`: the first as it is on every rank, every leaf of the
@@ -341,7 +379,7 @@ def over_ranks(
         return jax.shard_map(
             fn,
             mesh=mesh,
-            in_specs=(in_specs or PartitionSpec(), PartitionSpec(axis_name)),
+            in_specs=(in_specs or PartitionSpec(), row_specs or PartitionSpec(axis_name)),
             out_specs=out_specs or PartitionSpec(),
             # other axes of the mesh stay automatic, so that parameters may be sharded over them
             axis_names=set(_names(axis_name)),

@@ -14,7 +14,7 @@ from typing import Any
 import chex
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_microbatches, check_rtol
@@ -37,12 +37,14 @@ from jax_ddp_weighting.testing.rounding import (
     find_narrowest,
     measure_rows,
 )
+from jax_ddp_weighting.testing.sharded_ranks import ShardedRanks, check_axes
 from jax_ddp_weighting.weighting.divisors import Divisors, check_divisors
 from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
 from jax_ddp_weighting.weighting.loss_terms import LossFn, check_coefficients
 from jax_ddp_weighting.weighting.loss_terms import describe as describe_value
 from jax_ddp_weighting.weighting.microbatches import Rows
 from jax_ddp_weighting.weighting.named_arguments import find_named
+from jax_ddp_weighting.weighting.param_specs import ParamSpecs
 from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics, sum_statistics
 
 # Beside the regimes proper: what `jax.pmap` becomes under `chex.fake_pmap`.
@@ -69,6 +71,8 @@ def check_gradients(
     state: PyTree = None,
     has_aux: bool = False,
     reference: Callable[..., Any] | None = None,
+    param_specs: ParamSpecs | None = None,
+    axes: Mapping[str, int] | None = None,
 ) -> ParityReport:
     """Compares the loss and every gradient with one device that holds the whole batch.
 
@@ -111,6 +115,13 @@ def check_gradients(
             `reference(params, batch)` is the same on one device that holds the whole batch, in
             plain JAX and without the axis. It is given `rng` and `state` as `loss_fn` is, and
             returns a scalar, or what `loss_fn` returns. By default it is `loss_fn` itself.
+        param_specs: which parameters are sharded over `"data"` or further axes, as in
+            `value_and_grad`, which is given them: the loss is given each rank's shards, and
+            gradients are put together of those that come back. A loss that gathers them needs a
+            `reference`. (In `"jit"`, parameters lie so, and the loss sees them whole.)
+        axes: the sizes of further axes of the mesh, by name, such as `{"model": 2}`: all are mapped
+            beside `"data"`, and every rank of them has the same rows. Each split is tried on a mesh
+            of so many devices as it has ranks, times these.
 
     Returns:
         A `ParityReport` of every comparison made; printed, a table of the leaves.
@@ -119,8 +130,9 @@ def check_gradients(
         ParityError: a leaf differs. An `AssertionError`, whose text names the worst leaves and says
             what a constant ratio means; `report` holds all of them.
         ValueError: a split does not deal all rows out, or needs more devices than there are; an
-            engine is unknown; `rtol` is not in `[0, 1)`; the reference is not finite; a gradient
-            has another structure.
+            engine is unknown, or cannot map further axes; `rtol` is not in `[0, 1)`; the reference
+            is not finite; a gradient has another structure; specs do not fit the parameters, or
+            split them unevenly.
         TypeError: `batch` is no `Batch`; `reference` returns neither a scalar nor sums; `gradient`
             does not take what `value_and_grad` takes, or its function does not return
             `(loss, gradients)`.
@@ -137,9 +149,13 @@ def check_gradients(
     """
     check_batch("check_gradients: batch must be a Batch", batch)
     deals = _check_splits(splits, int(np.shape(batch.weights)[0]))
+    axes = dict(axes or {})
+    check_axes(axes, param_specs, params)
+    sharded = bool(axes) or param_specs is not None
     if engines is None:
-        engines = [each for each in meshes.ENGINES if reference is None or each != "jit"]
-    _check_engines(engines)
+        left_out = ["jit"] * (reference is not None) + ["pmap"] * bool(axes)
+        engines = [each for each in meshes.ENGINES if each not in left_out]
+    _check_engines(engines, axes)
     microbatches = check_microbatches("check_gradients: microbatches", microbatches)
     if rtol is not None:
         check_rtol("check_gradients: rtol", rtol)
@@ -148,11 +164,12 @@ def check_gradients(
     # only what is given: a gradient on trial need not take what is not used
     extras |= {} if divisors is None else {"divisors": divisors}
     extras |= {} if statistics is None else {"statistics": statistics}
+    own_specs = {"param_specs": param_specs or PartitionSpec()} if sharded else {}
     check_coefficients(coefficients, caller="check_gradients")
     check_divisors(divisors, coefficients, caller="check_gradients")
     check_statistics(statistics, caller="check_gradients")
     options = {"microbatches": microbatches, "coefficients": coefficients, **extras}
-    _check_takes(gradient, {"axis_name": "data", **options})
+    _check_takes(gradient, {"axis_name": "data", **options, **own_specs})
     cast = as_float64 if float64 else lambda tree: jax.tree.map(as_host, tree)
     batch, params, state = cast(batch), cast(params), cast(state)
     given = params, rng, state
@@ -199,11 +216,18 @@ def check_gradients(
         for split in deals:
             rows = _deal_rows(batch, split, microbatches)
             for engine in engines:
-                on_rank = take(gradient, None if engine == "jit" else "data", **options)
-                run, args = _prepare(on_rank, given, rows, len(split), engine)
+                on_rank = take(
+                    gradient, None if engine == "jit" else "data", **options, **own_specs
+                )
+                if sharded:
+                    specs = param_specs or PartitionSpec()
+                    ranks = ShardedRanks(len(split), axes, specs, params)
+                    run, args, read = ranks.run(on_rank, given, rows, engine)
+                else:
+                    run, args, read = _prepare(on_rank, given, rows, len(split), engine)
                 compared: list[LeafDifference] = []
                 with explain_axis():
-                    gots = _run(run, args, len(split), engine)
+                    gots = read(run(*args))
                 for got in gots:
                     against = partial(
                         compare, got, right, split=split, engine=engine, rtol=rtol,
@@ -271,8 +295,11 @@ def _unpack(out: Any) -> dict[str, PyTree]:
 
 def _prepare(
     on_rank: Callable[..., Any], given: PyTree, rows: Batch, ranks: int, engine: str
-) -> tuple[Callable[..., Any], tuple[PyTree, Batch]]:
-    """A function of all ranks' rows in one regime, and its arguments where they belong."""
+) -> tuple[Callable[..., Any], tuple[PyTree, Batch], Callable[..., list[dict[str, PyTree]]]]:
+    """A function of all ranks' rows in one regime, and its arguments where they belong.
+
+    And what reads the results off: one, or one per rank where ranks can be seen apart.
+    """
     if engine == _FAKE_PMAP:
 
         def faked(given: PyTree, by_rank: Batch) -> Any:
@@ -285,23 +312,21 @@ def _prepare(
         by_rank = jax.tree.map(
             lambda leaf: leaf.reshape(ranks, leaf.shape[0] // ranks, *leaf.shape[1:]), rows
         )
-        return faked, (given, by_rank)
+        return faked, (given, by_rank), partial(_see_apart, ranks=ranks)
     if engine == "vmap":  # one device holds all ranks
         mesh = AbstractMesh((ranks,), ("data",))
     else:
         mesh = meshes.data_mesh(ranks)
         given = meshes.place(given, meshes.replicated_sharding(mesh))
         rows = place_batch(rows, meshes.row_sharding(mesh, "data"), caller="check_gradients")
-    return jax.jit(meshes.over_ranks(on_rank, mesh, engine=engine)), (given, rows)
+    return jax.jit(meshes.over_ranks(on_rank, mesh, engine=engine)), (given, rows), _as_one
 
 
-def _run(
-    run: Callable[..., Any], args: tuple[PyTree, Batch], ranks: int, engine: str
-) -> list[dict[str, PyTree]]:
-    """What comes of it: once, or once per rank where ranks can be seen apart."""
-    out = run(*args)
-    if engine != _FAKE_PMAP:
-        return [out]
+def _as_one(out: dict[str, PyTree]) -> list[dict[str, PyTree]]:
+    return [out]
+
+
+def _see_apart(out: dict[str, PyTree], ranks: int) -> list[dict[str, PyTree]]:
     return [jax.tree.map(lambda leaf, rank=rank: leaf[rank], out) for rank in range(ranks)]
 
 
@@ -321,7 +346,7 @@ def _check_splits(splits: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
     return deals
 
 
-def _check_engines(engines: Sequence[str]) -> None:
+def _check_engines(engines: Sequence[str], axes: Mapping[str, int]) -> None:
     wanted = [engines] if isinstance(engines, str) else list(engines)
     known = (*meshes.ENGINES, _FAKE_PMAP)
     unknown = [each for each in wanted if each not in known]
@@ -329,6 +354,12 @@ def _check_engines(engines: Sequence[str]) -> None:
         raise ValueError(
             f"check_gradients: engines must be a list of some of {', '.join(known)}, got "
             f"{engines!r}. Leave it out for all of ENGINES."
+        )
+    one_axis = [each for each in wanted if each in ("pmap", _FAKE_PMAP)]
+    if axes and one_axis:
+        raise ValueError(
+            f"check_gradients: engines must map several axes where axes= are given, got "
+            f"{one_axis[0]!r}. shard_map and vmap do."
         )
 
 

@@ -12,6 +12,7 @@ from jax_ddp_weighting.train.batch_norm import BatchNorm
 from jax_ddp_weighting.train.checkpoints import RestoredRun, restore_run, save_run
 from jax_ddp_weighting.train.epoch import make_train_epoch
 from jax_ddp_weighting.train.epoch_program import EpochReport
+from jax_ddp_weighting.train.shards import clip_by_global_norm, global_norm
 from jax_ddp_weighting.train.step import StepReport
 from jax_ddp_weighting.train.train_state import make_train_step
 
@@ -26,6 +27,8 @@ __all__ = [
     "NnxBatchNorm",
     "RestoredRun",
     "StepReport",
+    "clip_by_global_norm",
+    "global_norm",
     "make_nnx_train_epoch",
     "make_nnx_train_step",
     "make_train_epoch",

@@ -14,8 +14,16 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_ddp_weighting._arguments import check_integer, check_weights
 from jax_ddp_weighting.distributed import mesh
+from jax_ddp_weighting.train.shards import (
+    Axes,
+    check_updates,
+    decide_over_shards,
+    find_axes,
+    find_typed_axes,
+)
 from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
+from jax_ddp_weighting.weighting.param_specs import ParamSpecs
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 T = TypeVar("T")
@@ -121,6 +129,7 @@ def weighted_multi_steps(
     gradients_of: str = "mean",
     use_grad_mean: bool = True,
     should_skip_update_fn: Callable[..., tuple[Any, PyTree]] | None = None,
+    param_specs: ParamSpecs | None = None,
 ) -> WeightedMultiSteps:
     """One optimizer step per window of `k` microbatches, each of which counts as its weight.
 
@@ -165,6 +174,13 @@ def weighted_multi_steps(
         should_skip_update_fn: as in optax, `(updates, gradient_step, params) -> (skip, state)`,
             such as `optax.skip_not_finite`. A microbatch that it skips is left out whole, weight
             included, and takes no place in the window.
+        param_specs: which parameters are sharded over mapped axes, as in `value_and_grad`. Inside a
+            mapped function `optimizer` is given a rank's shards then, and must change them element
+            by element: one that makes something of several, such as `optax.clip_by_global_norm`,
+            would make it of each rank's own, and is refused; ours of that name takes the specs. In
+            a checked `shard_map` types tell it too. (`optax.skip_not_finite` is asked of all
+            shards, and other functions in its place are refused where they mix elements.) Where the
+            axes are not mapped, as in a training step, specs say nothing.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` that works in `jit`, `shard_map`, `pmap` and
@@ -174,9 +190,10 @@ def weighted_multi_steps(
 
     Raises:
         TypeError: `optimizer` is no optax transformation; `update` is given no weight, or one that
-            is no number; the inner optimizer calls `value_fn`.
+            is no number; the inner optimizer calls `value_fn`; a spec is no `PartitionSpec`.
         ValueError: a number is out of range; the weight is no scalar, or negative;
-            `should_skip_update_fn` returns no bool.
+            `should_skip_update_fn` returns no bool; specs do not fit; or what is given shards makes
+            something of several elements.
 
     Matches: `optax.MultiSteps` of optax 0.2.8 where all weights are equal and the windows full
         (tests/train/test_accumulation.py, tests/train/test_multi_steps.py).
@@ -197,21 +214,30 @@ def weighted_multi_steps(
     _check_arguments(optimizer, every_k_steps, gradients_of)
     inner = optax.with_extra_args_support(optimizer)
 
-    def should_skip(updates: PyTree, step: Array, params: PyTree | None) -> tuple[Array, PyTree]:
+    def find_axes_of(updates: PyTree, weight: Any) -> Axes:
+        if param_specs is None:
+            return find_typed_axes(updates, weight)
+        return find_axes(param_specs, updates, caller="weighted_multi_steps", noun="updates")
+
+    def should_skip(
+        updates: PyTree, step: Array, params: PyTree | None, own: Axes
+    ) -> tuple[Array, PyTree]:
         if should_skip_update_fn is None:
             return jnp.zeros((), bool), ()
-        skip, skip_state = should_skip_update_fn(updates, step, params)
+        decide = decide_over_shards(should_skip_update_fn, own, caller="weighted_multi_steps")
+        skip, skip_state = decide(updates, step, params)
         return _check_verdict(skip), skip_state
 
     def init(params: PyTree) -> WeightedMultiStepsState:
         gradient_step = jnp.zeros((), jnp.int32)
+        own = find_axes_of(params, gradient_step)
         zeros = jax.tree.map(lambda p: mesh.zeros_like(p, jnp.result_type(p)), params)
         return WeightedMultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
             inner_opt_state=inner.init(params),
             acc_grads=jax.tree.map(_make_accumulator, params),
-            skip_state=should_skip(zeros, gradient_step, params)[1],
+            skip_state=should_skip(zeros, gradient_step, params, own)[1],
             weight=jnp.zeros((), jnp.result_type(float)),
             acc_value=jnp.zeros((), jnp.result_type(float)),
             stepped=jnp.zeros((), bool),
@@ -228,7 +254,8 @@ def weighted_multi_steps(
         **extra_args: Any,
     ) -> tuple[PyTree, WeightedMultiStepsState]:
         given = _check_weight(weight, state.weight.dtype)
-        skip, skip_state = should_skip(updates, state.gradient_step, params)
+        own = find_axes_of(updates, given)
+        skip, skip_state = should_skip(updates, state.gradient_step, params, own)
         bad = ~((given >= 0) & (given < jnp.inf))  # NaN too
         # Both at once, or a window would be divided by the weight of a gradient that it lacks.
         weight = jnp.where(bad | skip, 0, given)
@@ -259,6 +286,12 @@ def weighted_multi_steps(
             extra = _make_extra_args_of_window(extra_args, acc_value, grads)
             return inner.update(grads, inner_opt_state, params, weight=total, **extra)
 
+        def update_shards(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
+            extra = _make_extra_args_of_window(extra_args, acc_value, updates)
+            return inner.update(updates, inner_state, params, weight=total, **extra)
+
+        given_shards = updates, state.inner_opt_state, params
+        check_updates(update_shards, *given_shards, own, caller="weighted_multi_steps")
         # The zeros of a call that does not step must be of the type that the optimizer returns,
         # which need not be the gradient's: a loop carries one type.
         shapes, _ = jax.eval_shape(step, state.inner_opt_state)

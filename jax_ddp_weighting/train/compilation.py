@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from jax_ddp_weighting.data.batch import Batch, place_batch
+from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed import mesh as meshes
-from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.under_way import hold_back
+from jax_ddp_weighting.train.batch_layout import BatchLayout
 
 
 class _Known(NamedTuple):
@@ -34,27 +34,24 @@ class CompiledStep:
     Args:
         step: what is compiled; first it is told the shardings of what is carried.
         mesh: where it runs.
-        axis_name: the data axis.
+        rows: where the rows of a batch are to lie on it; None where what comes in the batch's place
+            is no batch, but data that lie whole on every device unless they lie on it otherwise.
         check: raises for what no step can be made of.
         donate: whether the step may write into the arrays that it was given.
-        whole: whether what comes in the batch's place is no batch, but data that lie whole on every
-            device unless they lie on the mesh otherwise.
     """
 
     def __init__(
         self,
         step: Callable[..., tuple[Any, Any]],
         mesh: Mesh,
-        axis_name: AxisName,
+        rows: BatchLayout | None,
         *,
         check: Callable[..., None],
         donate: bool = True,
-        whole: bool = False,
     ) -> None:
         self._check, self._donate, self._mesh = check, donate, mesh
         self._replicated = meshes.replicated_sharding(mesh)
-        self._whole = whole
-        self._rows = self._replicated if whole else meshes.row_sharding(mesh, axis_name)
+        self._rows = rows
         self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         # Two tables, because a step is compiled for where the state lies, but looked up for all
         # that it is given: a batch of another structure needs a check and a trace, not another
@@ -106,8 +103,9 @@ class CompiledStep:
     def lower(self, carried: Any, batch: Batch, *rest: Any) -> Any:
         """The step lowered for these arguments, arrays or their shapes; nothing is run."""
         carried = _place_shapes(carried, self._replicated)
-        batch = _place_shapes(batch, self._rows)
         self._check(carried, batch, *rest)
+        rows = self._rows
+        batch = _place_shapes(batch, rows.shardings_of(batch) if rows else self._replicated)
         jitted, carried, batch = self._place(carried, batch, rest)
         return jitted.lower(carried, batch, *rest)
 
@@ -117,10 +115,10 @@ class CompiledStep:
             _check_alive([leaf for leaf in leaves if _is_concrete(leaf)])
             leaves = _copy_repeated(leaves, jax.tree.leaves((batch, rest)))
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
-            if self._whole:
-                batch = meshes.place(batch, self._rows)
+            if self._rows is None:
+                batch = meshes.place(batch, self._replicated)
             else:
-                batch = place_batch(batch, self._rows, caller="train step")
+                batch = self._rows.place(batch)
         leaves = list(map(_strengthen_type, meshes.place(leaves, self._replicated)))
         carried, shardings = structure.unflatten(leaves), _shardings(leaves)
         if (structure, shardings) not in self._jitted:
@@ -193,12 +191,14 @@ def _strengthen_type(leaf: Any) -> Any:
     return jax.lax.convert_element_type(leaf, leaf.dtype) if weak else leaf
 
 
-def _place_shapes(tree: Any, sharding: NamedSharding) -> Any:
+def _place_shapes(tree: Any, sharding: Any) -> Any:
     """The tree, in which each shape that lies nowhere is to lie as arrays will be placed."""
 
-    def place(leaf: Any) -> Any:
+    def place(leaf: Any, wanted: NamedSharding) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or wanted)
 
-    return jax.tree.map(place, tree)
+    if isinstance(sharding, NamedSharding):
+        return jax.tree.map(lambda leaf: place(leaf, sharding), tree)
+    return jax.tree.map(place, tree, sharding)

@@ -129,12 +129,7 @@ class EpochProgram:
             return self._run(placement, *given)
 
         self._compiled = CompiledStep(
-            epoch,
-            options.mesh,
-            options.axis_name,
-            check=self._check,
-            donate=options.donate,
-            whole=True,
+            epoch, options.mesh, None, check=self._check, donate=options.donate
         )
 
     def __call__(self, carried: Any, *given: Any, **named: Any) -> tuple[Any, EpochReport]:

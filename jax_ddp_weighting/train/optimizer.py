@@ -19,7 +19,6 @@ from jax_ddp_weighting.train.accumulation import (
     window_weight,
 )
 from jax_ddp_weighting.train.step import StepOptions, StepReport
-from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
 
 T = TypeVar("T")
@@ -99,18 +98,6 @@ class _OneCall:
                 raise
             left = {name: each for name, each in offered.items() if name != refused[1]}
         return self._update(updates, state, params, left)
-
-
-def take_norm(gradients: PyTree) -> Array:
-    """The norm of all gradients as one vector, in float32 at least."""
-
-    def square(leaf: Array) -> Array:
-        leaf = leaf.astype(widen(jnp.float32, leaf.dtype))
-        return jnp.sum(jnp.real(leaf * jnp.conj(leaf)))
-
-    squares = [square(leaf) for leaf in jax.tree.leaves(gradients)]
-    dtype = widen(*(each.dtype for each in squares))
-    return jnp.sqrt(jnp.sum(jnp.stack([each.astype(dtype) for each in squares])))
 
 
 def make_arguments(

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jax_ddp_weighting._arguments import check_at_least
 from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch, check_is_global
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.train.batch_layout import BatchLayout, BatchSpec
 from jax_ddp_weighting.weighting.divisors import Divisors, check_divisors
 from jax_ddp_weighting.weighting.gradient import (
     GlobalLoss,
@@ -89,6 +90,7 @@ class StepOptions:
         skip_empty: whether a step in which nothing has weight is skipped.
         statistics: what is summed over the step before any loss is taken, or None.
         gather_per: one of `GATHER_PER`.
+        batch_spec: how the rows lie on the mesh, where it is not over the data axis alone.
     """
 
     caller: str
@@ -102,6 +104,7 @@ class StepOptions:
     skip_empty: bool = True
     statistics: Statistics | None = None
     gather_per: str = "step"
+    batch_spec: BatchSpec | None = None
 
     def __post_init__(self) -> None:
         choices = {"engine": STEP_ENGINES, "rng_per": RNG_PER, "gather_per": GATHER_PER}
@@ -135,11 +138,17 @@ class StepOptions:
         if self.engine == "pmap":  # pmap's own arrays have axes of type Auto
             object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
         meshes.num_ranks(self.mesh, self.axis_name, caller=self.caller)
+        if self.engine == "pmap" and self.batch_spec is not None:
+            raise ValueError(
+                f"{self.caller}: batch_spec must be left out under pmap, which splits rows alone, "
+                f'got {self.batch_spec}. engine="shard_map" takes it.'
+            )
+        _ = self.rows  # which checks itself
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks on the data axis."""
-        return meshes.num_ranks(self.mesh, self.axis_name, caller=self.caller)
+    @cached_property
+    def rows(self) -> BatchLayout:
+        """How the rows lie on the mesh."""
+        return BatchLayout(self.caller, self.mesh, self.axis_name, self.batch_spec)
 
     def find_for_loss(self, loss_fn: Callable[..., Any], given: Mapping[str, Any]) -> Any:
         """What of `given` the user's loss function is given by name."""
@@ -233,6 +242,7 @@ def global_step(
         statistics,
         has_state=True,
         has_accepted=True,
+        part_axes=options.rows.part_axes if options.engine == "shard_map" else (),
     )
 
     def rank_gradient(
@@ -256,7 +266,7 @@ def global_step(
             gradient, params, batch, rng=rng, row_keys=keys, state=state, replicated=replicated
         )
 
-    def over_ranks(engine: str, specs: PyTree) -> Callable[..., Any]:
+    def over_ranks(engine: str, specs: PyTree, batch: Batch) -> Callable[..., Any]:
         p: Any = PartitionSpec()
         return meshes.over_ranks(
             partial(rank_gradient, specs),
@@ -265,6 +275,7 @@ def global_step(
             engine=engine,
             in_specs=None if specs is None else (specs, p, p, p, p),
             out_specs=None if specs is None else StepGradient(p, specs, p, p, []),
+            row_specs=options.rows.mapped_specs_of(batch),
         )
 
     def step(
@@ -276,12 +287,15 @@ def global_step(
         replicated: PyTree,
         varying: Varying,
     ) -> tuple[StepReport, PyTree, PyTree]:
+        batch = options.rows.constrain(batch)
         inputs = ((params, state, rng, replicated, varying), batch)
         if options.engine == "pmap" and jax.tree.leaves(state):
             # pmap would return one rank's state for all of them; the types of a checked shard_map
             # tell whether it is the same on every rank.
-            jax.eval_shape(over_ranks("shard_map", None), *inputs)
-        found = over_ranks(options.engine, options.specs_of(params, placement))(*inputs)
+            jax.eval_shape(over_ranks("shard_map", None, batch), *inputs)
+        specs = options.specs_of(params, placement)
+        with options.rows.explain_axes():
+            found = over_ranks(options.engine, specs, batch)(*inputs)
         skipped = _is_empty(found, fixed) if options.skip_empty else found.loss.bad_weights != 0
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, found.state)
         report = StepReport(found.loss, found.accepted, skipped, ~skipped)
@@ -372,7 +386,7 @@ def _check_batch(batch: Any, options: StepOptions) -> None:
     # of the whole batch: the ranks would split what is no row without a word
     check_rows(batch, caller="train step")
     check_is_global(batch, options.mesh, caller="train step")
-    rows, ranks = batch.weights.shape[0], options.ranks
+    rows, ranks = batch.weights.shape[0], options.rows.ranks
     if rows % ranks:
         raise ValueError(
             f"train step: batch must have rows that divide by {ranks} ranks, got {rows}. Fill up "
@@ -384,6 +398,7 @@ def _check_batch(batch: Any, options: StepOptions) -> None:
             f"microbatches, got {rows // ranks}. Fill up with rows of weight 0: give the plan a "
             "batch_size that the microbatches divide."
         )
+    options.rows.specs_of(batch)  # which checks that it fits
 
 
 def _check_rng(rng: Any, options: StepOptions) -> None:

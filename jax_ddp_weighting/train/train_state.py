@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.train.batch_layout import BatchSpec, find_axis_name
 from jax_ddp_weighting.train.boxes import box_as, free_boxes
 from jax_ddp_weighting.train.compilation import CompiledStep
 from jax_ddp_weighting.train.loss_scale import (
@@ -25,8 +26,8 @@ from jax_ddp_weighting.train.optimizer import (
     check_optimizer,
     make_arguments,
     run_optimizer,
-    take_norm,
 )
+from jax_ddp_weighting.train.shards import global_norm
 from jax_ddp_weighting.train.step import (
     StepOptions,
     StepReport,
@@ -87,7 +88,8 @@ def make_train_step(
     gather_per: str = "step",
     grad_norm: bool = False,
     donate: bool = True,
-    axis_name: AxisName = "data",
+    batch_spec: BatchSpec | None = None,
+    axis_name: AxisName | None = None,
 ) -> TrainStep:
     """A compiled step `(state, batch, rng=None) -> (state, report)` for a flax `TrainState`.
 
@@ -146,7 +148,18 @@ def make_train_step(
         grad_norm: whether `report.grad_norm` is the norm of the global gradient.
         donate: whether the step may write into the state that it is given. With False that state
             stays good, at the price of a second one in memory.
-        axis_name: the data axis.
+        batch_spec: how the rows lie on the mesh, where that is over more than the data axis: a
+            `PartitionSpec` for every leaf of the batch's data, `P(("replica", "fsdp"))` or, where
+            the tokens of a row lie on several ranks, `P("data", "seq")`; or a pytree of them, in
+            the structure of the data or of its first levels. Weights and ids lie as the rows do.
+            Over axes that `axis_name` does not name, `loss_fn` sees all that there is, as in the
+            global view, and XLA splits the work: it is written as for one device. Over those that
+            it names, a rank sees its own part, and `loss_fn` says by hand what ranks tell each
+            other: with `axis_name=("data", "seq")` it is given its own tokens, and its sums are
+            added up over both axes, those of weights too. (A key of `rng_per="example"` is then the
+            row's on each of its ranks: fold the index on the axis in.)
+        axis_name: the data axis, or several; by default those that `batch_spec` shards rows over,
+            and `"data"` without it.
 
     Returns:
         A function that compiles once for a run, short last steps included. It places the state and
@@ -245,8 +258,9 @@ def make_train_step(
         engine=engine,
         coefficients=coefficients,
         rng_per=rng_per,
-        axis_name=axis_name,
+        axis_name=find_axis_name(axis_name, batch_spec, caller="make_train_step"),
         gather_per=gather_per,
+        batch_spec=batch_spec,
         divisors=divisors,
         skip_empty=skip_empty,
         statistics=statistics,
@@ -303,7 +317,7 @@ def make_train_step(
         state, stepped = run_optimizer(
             state.tx, state.opt_state, offered, extra, skipped, apply, state, held
         )
-        norm = take_norm(gradients) if grad_norm else None
+        norm = global_norm(gradients) if grad_norm else None
         return state.replace(**changed), replace(report, stepped=stepped, grad_norm=norm)
 
     def check(
@@ -315,7 +329,7 @@ def make_train_step(
         check_call(batch, rng, options)
         check_optimizer(state.tx, state.opt_state, extra)
 
-    return TrainStep(CompiledStep(step, options.mesh, axis_name, check=check, donate=donate))
+    return TrainStep(CompiledStep(step, options.mesh, options.rows, check=check, donate=donate))
 
 
 def _with_collections(loss_fn: LossFn, options: StepOptions, names: tuple[str, ...]) -> LossFn:

@@ -21,6 +21,7 @@ from jax_ddp_weighting.weighting.counts import (
     to_report,
 )
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
+from jax_ddp_weighting.weighting.row_parts import count_once
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 T = TypeVar("T")
@@ -49,7 +50,11 @@ class StepWeights(NamedTuple):
 
 
 def sum_step_weights(
-    batch: Any, terms: Mapping[str, WeightedSum], *, accepted: bool
+    batch: Any,
+    terms: Mapping[str, WeightedSum],
+    *,
+    accepted: bool,
+    part_axes: tuple[str, ...] = (),
 ) -> StepWeights:
     """The weights of one rank's microbatch: those of its terms, and those of its rows.
 
@@ -60,6 +65,7 @@ def sum_step_weights(
         batch: what a loss function was given; weights of rows are read from a `Batch` alone.
         terms: what it returned, widened.
         accepted: whether the weight of its rows is asked for.
+        part_axes: the axes that parts of rows lie over, every rank of which holds a row's weight.
     """
     bad_terms = sum((is_bad(each.weight).astype(jnp.int32) for each in terms.values()), start=0)
     weights = {
@@ -69,10 +75,11 @@ def sum_step_weights(
         return StepWeights(jnp.asarray(bad_terms), None, None, None, weights)
     rows, bad_rows = sum_weights(jnp.asarray(batch.weights))
     # a bad row is bad in its term too, where it must not be counted again
-    bad = jnp.where(bad_rows > 0, bad_rows, bad_terms)
+    bad = jnp.where(bad_rows > 0, count_once(bad_rows, part_axes), bad_terms)
+    rows = count_once(rows, part_axes)
     if batch.missing is None:
         return StepWeights(bad, rows if accepted else None, None, None, weights)
-    missing, _ = sum_weights(jnp.asarray(batch.missing))
+    missing = count_once(sum_weights(jnp.asarray(batch.missing))[0], part_axes)
     return StepWeights(bad, rows if accepted else None, missing, rows, weights)
 
 

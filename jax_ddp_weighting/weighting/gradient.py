@@ -335,9 +335,16 @@ def take_gradient(
     params = own = shared
     specs, gathers = options.param_specs, options.gather_per
     if gathers == "microbatch":
-        gather_first = partial(_gather_first, specs=specs)
-        statistics = options.statistics and gather_first(options.statistics)
-        options = replace(options, loss_fn=gather_first(options.loss_fn), statistics=statistics)
+        statistics = options.statistics
+        if statistics is not None:
+            statistics = _gather_first(statistics, specs, typed=bool(options.part_axes))
+        options = replace(
+            options,
+            loss_fn=_gather_first(options.loss_fn, specs),
+            # a state that is made of parameters is the same on every rank, and must be typed so
+            loss_of_shared=_gather_first(options.loss_fn, specs, typed=True),
+            statistics=statistics,
+        )
     elif gathers == "step":
         params = gather_whole(own, specs)
         shared = type_as_shared(params, specs)
@@ -350,11 +357,13 @@ def take_gradient(
     if options.statistics is not None:
         statistics = sum_statistics(
             options.statistics,
-            params if gathers == "step" else shared,
+            # typed as shared at a price, where types are to tell what is made of tokens
+            params if gathers == "step" and not options.part_axes else shared,
             rows,
             state,
             microbatches=options.microbatches,
             axis_name=axis_name,
+            part_axes=options.part_axes,
         )
         rows = rows._replace(statistics=statistics)
     layout = _find_layout(options, own, params, rows, state, shared=shared)
@@ -372,10 +381,15 @@ def take_gradient(
     return StepGradient(loss, gradients, found.divided_by.accepted, found.state, found.aux)
 
 
-def _gather_first(fn: Callable[..., Any], specs: ParamSpecs) -> Callable[..., Any]:
+def _gather_first(
+    fn: Callable[..., Any], specs: ParamSpecs, *, typed: bool = False
+) -> Callable[..., Any]:
+    """The function of shards; `typed` if what it is given is to be typed as shared."""
+
     @wraps(fn)  # by its signature it is known what it takes
     def of_shards(params: PyTree, *args: Any, **given: Any) -> Any:
-        return fn(gather_whole(params, specs), *args, **given)
+        whole = gather_whole(params, specs)
+        return fn(type_as_shared(whole, specs) if typed else whole, *args, **given)
 
     return of_shards
 

@@ -34,6 +34,7 @@ from jax_ddp_weighting.weighting.loss_terms import (
     check_state,
     check_totals,
     has_gradient,
+    name_sums,
     name_terms,
     unpack,
 )
@@ -42,6 +43,7 @@ from jax_ddp_weighting.weighting.named_arguments import find_for_loss
 from jax_ddp_weighting.weighting.param_specs import (
     ParamSpecs,
 )
+from jax_ddp_weighting.weighting.row_parts import count_terms
 from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics
 from jax_ddp_weighting.weighting.sums import divide
 
@@ -64,6 +66,10 @@ class GradientOptions:
         gather_per: None where `loss_fn` takes shards. Else it takes whole parameters, which are
             gathered for it once per `"step"`, or once per `"microbatch"`, with the memory of one
             rank's shards for what is accumulated.
+        loss_of_shared: the loss function for parameters as they were given, where it has to treat
+            them otherwise; None for the same.
+        part_axes: those of the axes over which parts of rows lie, and not rows: each rank of them
+            holds what is the whole row's, such as its weight. Only where types tell what varies.
         scale: what totals are multiplied by on their way back to the parameters, a float scalar, so
             that gradients in float16 do not vanish; they come divided by it, in float32 at least.
             With None they come as they are, in the dtypes of the parameters.
@@ -80,6 +86,8 @@ class GradientOptions:
     has_accepted: bool = False
     param_specs: ParamSpecs | None = None
     gather_per: str | None = None
+    loss_of_shared: LossFn | None = None
+    part_axes: tuple[str, ...] = ()
     scale: Any = None
 
     def __post_init__(self) -> None:
@@ -132,11 +140,14 @@ def call_loss(
     if options.has_state:
         named = ("state", *["aux"] * options.has_aux)
 
-        def call(params: PyTree) -> tuple[Any, ...]:
-            return unpack(options.loss_fn(params, *args, state=state, **given), *named)
+        def call(loss_fn: LossFn, params: PyTree) -> tuple[Any, ...]:
+            return unpack(loss_fn(params, *args, state=state, **given), *named)
 
-        sums, new_state, *aux = call(params)
-        state = check_state(state, new_state, options.axis_name, lambda: call(shared)[1])
+        def call_again() -> PyTree:
+            return call(options.loss_of_shared or options.loss_fn, shared)[1]
+
+        sums, new_state, *aux = call(options.loss_fn, params)
+        state = check_state(state, new_state, options.axis_name, call_again)
     else:
         out = options.loss_fn(params, *args, **given)
         sums, *aux = unpack(out, "aux") if options.has_aux else (out,)
@@ -145,7 +156,11 @@ def call_loss(
     check_axes(terms, options.axis_name, params)
     pulls = {name for name in terms if has_gradient(options.factors[name])}
     check_totals({name: terms[name] for name in terms if name in pulls})
-    weights = sum_step_weights(rows.batch, terms, accepted=options.has_accepted)
+    once = frozenset(n for n, each in (name_sums(sums) or {}).items() if each.counted_once)
+    terms = count_terms(terms, options.part_axes, once=once)
+    weights = sum_step_weights(
+        rows.batch, terms, accepted=options.has_accepted, part_axes=options.part_axes
+    )
     pulled = {name: each.total for name, each in terms.items() if name in pulls}
     metrics = {name: as_sum(each.total) for name, each in terms.items() if name not in pulls}
     if options.axis_name is not None:

@@ -21,6 +21,7 @@ from jax_ddp_weighting.weighting.denominators import sum_over_ranks
 from jax_ddp_weighting.weighting.loss_terms import describe, is_number
 from jax_ddp_weighting.weighting.microbatches import Rows, take_microbatch
 from jax_ddp_weighting.weighting.named_arguments import find_named
+from jax_ddp_weighting.weighting.row_parts import count_once
 from jax_ddp_weighting.weighting.sums import WeightedSum
 
 Statistics = Callable[..., PyTree]
@@ -82,6 +83,7 @@ def sum_statistics(
     *,
     microbatches: int,
     axis_name: AxisName | None,
+    part_axes: tuple[str, ...] = (),
 ) -> PyTree:
     """The statistics of a whole step, the same on every rank.
 
@@ -95,6 +97,7 @@ def sum_statistics(
         state: the model's state before the step, which every microbatch is given.
         microbatches: how many microbatches the rows are split into.
         axis_name: the mapped data axis, or None.
+        part_axes: those over which parts of rows lie: what is made of whole rows counts once there.
 
     Raises:
         TypeError: it returns something else than numbers.
@@ -111,7 +114,7 @@ def sum_statistics(
         own, shared = Own(part.batch, part.rng, part.keys), Shared(params, state, part.replicated)
         found = _check_numbers(take(own, shared))
         _check_sums(found, take, own, shared, axis_name)
-        return jax.tree.map(_to_sum, found)
+        return count_once(jax.tree.map(_to_sum, found), part_axes)
 
     if microbatches == 1:
         sums = sum_rows(0)

@@ -1,17 +1,19 @@
 """Parameters sharded over the data axis, in every engine: one device's run, and what it costs."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ddp_weighting import Batch, make_train_step, weighted_multi_steps, weighted_sum
+from jax_ddp_weighting import Batch, BatchNorm, make_train_step, weighted_multi_steps, weighted_sum
 
 RNG = np.random.default_rng(7)
 PARAMS = {
@@ -125,8 +127,13 @@ class WithNorm(TrainState):
     norm: jax.Array
 
 
-def test_a_state_made_of_sharded_parameters_statistics_and_windows_are_one_devices():
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"microbatches": 2}, {"gather_per": "microbatch", "microbatches": 2}],
+)
+def test_a_state_made_of_sharded_parameters_statistics_and_windows_are_one_devices(options):
     """All that reads parameters beside the loss sees them whole."""
+    split = {"microbatches": options.get("microbatches", 1)}
 
     def loss_with_norm(variables, batch, *, statistics):
         params = variables["params"]
@@ -137,28 +144,86 @@ def test_a_state_made_of_sharded_parameters_statistics_and_windows_are_one_devic
         size = jnp.sum(variables["params"]["w2"] ** 2)
         return {"size": jnp.sum(batch.weights) * size}
 
-    def run(mesh, specs):
+    def run(mesh, specs, **options):
         params = {
             name: jax.device_put(jnp.asarray(PARAMS[name]), NamedSharding(mesh, specs[name]))
             for name in PARAMS
         }
-        tx = weighted_multi_steps(optax.adam(0.05), 2)
+        clipped = optax.chain(optax.clip_by_global_norm(0.3), optax.adam(0.05))
+        tx = weighted_multi_steps(clipped, 2, should_skip_update_fn=optax.skip_not_finite)
         state = WithNorm.create(apply_fn=None, params=params, tx=tx, norm=jnp.zeros(()))
-        step = make_train_step(loss_with_norm, mesh, mutable="norm", statistics=statistics)
-        norms = []
+        options = {"mutable": "norm", "statistics": statistics, "grad_norm": True, **options}
+        step = make_train_step(loss_with_norm, mesh, **options)
+        found = []
         for batch in batches():
             state, report = step(state, batch)
-            norms.append(float(report.loss.value))
-        return state, norms
+            found.append([float(report.loss.value), float(report.grad_norm)])
+        return state, found
 
     with jax.enable_x64(True):
-        found, values = run(mesh_of((4,), ("data",)), FSDP)
-        right, expected = run(mesh_of((1,), ("data",)), dict.fromkeys(FSDP, P()))
+        found, values = run(mesh_of((4,), ("data",)), FSDP, **options)
+        right, expected = run(mesh_of((1,), ("data",)), dict.fromkeys(FSDP, P()), **split)
     np.testing.assert_allclose(values, expected, rtol=1e-12)
     np.testing.assert_allclose(found.norm, right.norm, rtol=1e-12)
     assert found.opt_state.acc_grads["w1"].sharding.spec == P(None, "data")
     for name in PARAMS:
         np.testing.assert_allclose(found.params[name], right.params[name], rtol=1e-11, atol=1e-11)
+
+
+class Normed(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, weights):
+        h = nn.Dense(8, param_dtype=jnp.float64)(x)
+        norm = BatchNorm(
+            use_running_average=False, axis_name=self.axis_name, param_dtype=jnp.float64
+        )
+        return nn.Dense(4, param_dtype=jnp.float64)(jnp.tanh(norm(h, weights=weights)))
+
+
+class WithStats(TrainState):
+    batch_stats: Any
+
+
+@pytest.mark.parametrize("options", [{"gather_per": "microbatch"}, {}, {"engine": "jit"}])
+def test_batch_norm_and_the_norm_of_gradients_see_sharded_parameters_whole(options):
+    """Every parameter sharded: features of the norm, and what is clipped by the norm of all."""
+
+    def run(mesh, axis_name, **options):
+        def loss_fn(variables, batch):
+            model = Normed(axis_name)
+            out, new = model.apply(variables, batch.data[0], batch.weights, mutable="batch_stats")
+            return weighted_sum(jnp.sum(out**2, axis=-1), batch.weights), new
+
+        variables = jax.jit(Normed().init)(jax.random.key(0), X, WEIGHTS)
+
+        def lie(leaf):
+            spec = P(*[None] * (leaf.ndim - 1), "data")
+            return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+        tx = optax.chain(optax.clip_by_global_norm(0.2), optax.sgd(0.5))
+        params = jax.tree.map(lie, variables["params"])
+        stats = variables["batch_stats"]
+        state = WithStats.create(apply_fn=None, params=params, tx=tx, batch_stats=stats)
+        step = make_train_step(
+            loss_fn, mesh, mutable="batch_stats", grad_norm=True, donate=False, **options
+        )
+        norms = []
+        for batch in list(batches())[:2]:
+            state, report = step(state, batch)
+            norms.append(float(report.grad_norm))
+        return norms, {"params": state.params, "batch_stats": state.batch_stats}
+
+    mesh = mesh_of((4,), ("data",))
+    with jax.enable_x64(True):
+        axis_name = None if options.get("engine") == "jit" else "data"
+        norms, found = run(mesh, axis_name, **options)
+        expected, right = run(mesh_of((1,), ("data",)), "data")
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6 if a.dtype == jnp.float32 else 1e-11, atol=1e-11)
+    np.testing.assert_allclose(norms, expected, rtol=1e-11)
+    assert min(norms) > 0.4  # twice what it is clipped to: a quarter's own norm would clip less
 
 
 def compiled_step(**options):
