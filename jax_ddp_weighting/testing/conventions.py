@@ -366,10 +366,15 @@ Seen = tuple[np.ndarray, np.ndarray]
 def matches(seen: Sequence[Seen], *, rtol: float) -> list[Match]:
     """The candidates that agree with everything seen, the plainest first."""
     ranks, microbatches, _ = seen[0][0].shape
+    # a scheme is asked once for all of its factors
+    own = {id(each): [each.counted(weights) for weights, _ in seen] for each in SCHEMES}
     return [
         each
         for each in candidates(ranks, microbatches)
-        if all(deviation(counted, each.counted(weights)) <= rtol for weights, counted in seen)
+        if all(
+            deviation(counted, each.factor * expected) <= rtol
+            for (_, counted), expected in zip(seen, own[id(each.scheme)], strict=True)
+        )
     ]
 
 

@@ -51,7 +51,7 @@ class Diagnosis:
         >>> found.convention, found.factor, found.right
         ('padding_counted', 2.0, False)
         >>> found.advice
-        'Multiply the losses by the weights and divide by the sum of the weights, not by ...'
+        'Multiply the losses by the weights and divide by the sum of the weights over all ...'
     """
 
     convention: str
@@ -116,6 +116,10 @@ def diagnose_counts(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
     if not any(counted.any() for _, counted in finite.values()):
         return unknown("a gradient of 0: it ignores its batch", notes=notes, **table)
     found = matches(list(finite.values()), rtol=rtol)
+    if not found or found[0].convention == "unknown":
+        cast = _describe_cast(finite, rtol, notes, table)
+        if cast is not None:
+            return cast
     if not found:
         return _describe_unmatched(finite, rtol, notes, table)
     first = found[0]
@@ -151,18 +155,21 @@ def diagnose_counts(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
 
 
 def _find_other_names(finite: Mapping[str, Seen], found: Sequence[Match]) -> tuple[str, ...]:
-    """The names beside the first, but for those that could never be told from a right one."""
+    """The names beside the first, but for those that more ranks could not tell from it either.
+
+    (The first a multiple of the right mean: of wrong ones all names are listed that fit.)
+    """
     first, *rest = found
     names = dict.fromkeys(each.convention for each in rest)
     others = tuple(name for name in names if name not in (first.convention, "unknown"))
-    if first.convention != "global_mean":
+    if first.scheme is not RIGHT:
         return others
     seen = [weights for weights, _ in finite.values()]
     ranks, microbatches, _ = seen[0].shape
     binary = all(np.isin(weights, (0, 1)).all() for weights in seen)
     # More ranks may show another name. But one microbatch is all that some code has, and what
     # weights of 0 and 1 cannot show there is no mistake in code that is given masks.
-    laid_out = probes(max(ranks, 2), microbatches, "binary" if binary else "any").values()
+    laid_out = probes(ranks + 1, microbatches, "binary" if binary else "any").values()
 
     def could_differ(each: Match) -> bool:
         return any(deviation(each.counted(w), first.counted(w)) > NEAR for w in laid_out)
@@ -242,14 +249,6 @@ def _describe_unmatched(
     if len(counts) > 1 and all(deviation(each, counts[0]) <= rtol for each in counts[1:]):
         words = "the same gradient whatever the weights: it ignores its batch"
         return unknown(words, notes=notes, **table)
-    for words, transform in _CASTS:
-        cast = matches([(transform(w), counted) for w, counted in finite.values()], rtol=rtol)
-        if cast and cast[0].convention not in ("global_mean", "unknown"):
-            first = cast[0]
-            words = f"{put_in_words(first)}, of weights {words}"
-            return Diagnosis(
-                first.convention, first.factor, advise(first), words, (), notes, **table
-            )
     divided = _describe_divisor(finite, rtol, notes, table)
     if divided is not None:
         return divided
@@ -287,6 +286,21 @@ _CASTS: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
     ("turned into 0 and 1", turn_into_masks),
     ("cut to whole numbers", np.floor),
 )
+
+
+def _describe_cast(
+    finite: Mapping[str, Seen], rtol: float, notes: tuple[str, ...], table: dict[str, Any]
+) -> Diagnosis | None:
+    """A wrong convention, by code that casts the weights before it counts them so, if it is one."""
+    for words, transform in _CASTS:
+        found = matches([(transform(w), counted) for w, counted in finite.values()], rtol=rtol)
+        if found and found[0].convention not in ("global_mean", "unknown"):
+            first = found[0]
+            words = f"{put_in_words(first)}, of weights {words}"
+            return Diagnosis(
+                first.convention, first.factor, advise(first), words, (), notes, **table
+            )
+    return None
 
 
 def _describe_divisor(
@@ -356,7 +370,9 @@ def _find_nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
 
 def put_in_words(match: Match) -> str:
     """What a step of this convention takes."""
-    return f"{match.reason} times {match.scheme.words}" if match.factor != 1 else match.scheme.words
+    if match.powers == (0, 0):
+        return match.scheme.words
+    return f"{match.reason} times {match.scheme.words}"
 
 
 def _format_table(weights: np.ndarray, counted: np.ndarray) -> list[str]:

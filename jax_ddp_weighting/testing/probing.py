@@ -99,7 +99,7 @@ def diagnose(
                       microbatch 0      microbatch 1
         rank 0    0.889 (weight 3)  0.889 (weight 6)
         rank 1    1.143 (weight 2)  1.143 (weight 5)
-        Fix: Divide by the weight summed over all ranks (psum), not by the rank's own: ...
+        Fix: Divide by the weight summed over all ranks (psum), not by the rank's own, ...
         Note: the gradient is not finite where a whole rank or microbatch is empty.
     """
     num_replicas = check_num_replicas("diagnose: num_replicas", num_replicas)

@@ -11,9 +11,9 @@ BY_NAME = {
     "mean_of_nonempty_means": "Add sums and weights over ranks and microbatches and divide once, "
     "last, as value_and_grad does: now every microbatch that is not empty has one vote.",
     "rank_token_mean": "Divide by the weight summed over all ranks (psum), not by the rank's own, "
-    "and add what the ranks get: now every rank has one vote.",
+    "and add the ranks' gradients: now every rank has one vote.",
     "step_token_mean": "Sum the weights of all microbatches before anything is divided, and add "
-    "what the microbatches get: now every microbatch has one vote.",
+    "the microbatches' gradients: now every microbatch has one vote.",
     "sum": "Divide by the weight summed over all ranks and microbatches: now the gradient grows "
     "with the batch.",
     "divided_by_ranks": "Sum over the ranks what was divided by the global weight already, or "
