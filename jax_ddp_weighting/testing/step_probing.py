@@ -111,7 +111,7 @@ def diagnose_step(
         >>> from flax.training.train_state import TrainState
         >>> def train_step(state, batch):
         ...     grads = mean_of_rank_means(state.params, batch)
-        ...     return state.apply_gradients(grads=grads), {"norm": optax.global_norm(grads)}
+        ...     return state.apply_gradients(grads=grads), {"first": grads[0]}
         >>> donating = jax.jit(train_step, donate_argnums=0)
         >>> state = TrainState.create(apply_fn=None, params=jnp.ones(4), tx=optax.adamw(1e-3))
         >>> found = diagnose_step(
@@ -133,6 +133,11 @@ def diagnose_step(
     if isinstance(microbatches, int) and microbatches == 1:
         microbatches = calls
     weights = np.asarray(batch.weights, float)
+    if weights.ndim != 1:
+        raise ValueError(
+            f"diagnose_step: batch must have one weight for each row, got shape {weights.shape}. "
+            "What several examples in a row weigh is the weight of loss_of_example's WeightedSum."
+        )
     rank, num_ranks = _assign_rows("ranks", ranks, np.zeros(len(weights), int))
     micro, num_micro = _assign_rows("microbatches", microbatches, rank)
     if num_micro % calls:
