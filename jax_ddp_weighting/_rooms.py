@@ -34,7 +34,7 @@ PUBLIC = {
     ),
     "train": (
         *("BatchNorm", "EpochReport", "NnxBatchNorm", "StepReport", "make_nnx_train_step"),
-        *("make_train_epoch", "make_train_step", "weighted_multi_steps"),
+        *("make_optax_step", "make_train_epoch", "make_train_step", "weighted_multi_steps"),
     ),
     "evaluation": (
         *("Evaluation", "Predictions", "due_step", "evaluate", "gather_by_id", "held_ids"),

@@ -39,7 +39,8 @@ def prepare_trial(
     if isinstance(state, nnx.Module):
         return state, nnx.Param, _of_module(state, learning_rate)
     if hasattr(state, "params") and hasattr(state, "opt_state"):
-        return state.params, None, _of_train_state(state, learning_rate, optimizer)
+        own: Any = state
+        return own.params, None, _of_train_state(own, learning_rate, optimizer)
     if optimizer is not None:
         if not (isinstance(state, tuple) and len(state) == 2):
             raise TypeError(
@@ -135,14 +136,15 @@ def _of_train_state(state: Any, learning_rate: float | None, optimizer: Any) -> 
             found = try_trial(tx, step, batches, rest)
             if found is not None:
                 return found
-        if optimizer is None and tx is None:
+        applied = tx if optimizer is None else optimizer
+        if applied is None:
             raise ValueError(
                 "diagnose_step: optimizer must be given where the state holds none, got None for "
                 f"{type(state).__name__}. It is the optax optimizer that the step applies."
             )
         after = run(state, step, batches, rest)
         return undo(
-            tx if optimizer is None else optimizer,
+            applied,
             state.params,
             state.opt_state,
             (after.params, after.opt_state),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jax_ddp_weighting.train.accumulation import weighted_multi_steps
 from jax_ddp_weighting.train.batch_norm import BatchNorm
 from jax_ddp_weighting.train.epoch import EpochReport, make_train_epoch
+from jax_ddp_weighting.train.optax_step import make_optax_step
 from jax_ddp_weighting.train.step import StepReport
 from jax_ddp_weighting.train.train_state import make_train_step
 
@@ -23,6 +24,7 @@ __all__ = [
     "NnxBatchNorm",
     "StepReport",
     "make_nnx_train_step",
+    "make_optax_step",
     "make_train_epoch",
     "make_train_step",
     "weighted_multi_steps",
