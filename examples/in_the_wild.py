@@ -260,9 +260,9 @@ def hf_process(rank, port, folder, average_tokens):
     """One of two processes: one optimizer step of an unchanged Trainer."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in where.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", HF_HUB_OFFLINE="1")  # nothing is downloaded
+    os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     import torch
-    from transformers import Trainer, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     torch.set_num_threads(1)
     model, seen = hf_model(), []
@@ -301,7 +301,9 @@ def hf_process(rank, port, folder, average_tokens):
         disable_tqdm=True,
     )
     data = [{"place": place, "text": hf_text(place)} for place in range(HF_LENGTHS.size)]
-    Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate).train()
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
     moved = {f"/{n}": (before[n] - leaf.detach()).numpy() for n, leaf in model.named_parameters()}
     np.savez(Path(folder, f"{rank}.npz"), places=np.array(seen[:MICROBATCHES]), **moved)
     torch.distributed.barrier()
