@@ -110,12 +110,16 @@ def diagnose_step(
         >>> import optax
         >>> from flax.training.train_state import TrainState
         >>> def train_step(state, batch):
-        ...     grads = mean_of_rank_means(state.params, batch)
-        ...     return state.apply_gradients(grads=grads), {"first": grads[0]}
-        >>> donating = jax.jit(train_step, donate_argnums=0)
-        >>> state = TrainState.create(apply_fn=None, params=jnp.ones(4), tx=optax.adamw(1e-3))
+        ...     grads = {"w": mean_of_rank_means(state.params["w"], batch)}
+        ...     return state.apply_gradients(grads=grads), {"first": grads["w"][0]}
+        >>> params = {"w": jnp.ones(4)}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
         >>> found = diagnose_step(
-        ...     donating, state, batch, loss_of_example=lambda w, x: x @ w, ranks=2
+        ...     jax.jit(train_step, donate_argnums=0),
+        ...     state,
+        ...     batch,
+        ...     loss_of_example=lambda params, x: x @ params["w"],
+        ...     ranks=2,
         ... )
         >>> found.convention
         'mean_of_means'
