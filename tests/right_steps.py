@@ -106,7 +106,7 @@ def draw(seed):
     params = {"w": rng.normal(size=FEATURES).astype(np.float32) / 2, "b": np.float32(0.1)}
     there = rng.random(ROWS) < rng.uniform(0.3, 1.0)
     there[rng.integers(ROWS)] = True
-    size = [np.ones(ROWS), rng.uniform(0.1, 4, ROWS), rng.integers(1, 9, ROWS) / 64][seed % 3]
+    size = [np.ones(ROWS), rng.uniform(0.1, 4, ROWS), rng.uniform(0.001, 0.1, ROWS)][seed % 3]
     return params, Batch.of((x, y), (there * size).astype(np.float32))
 
 
