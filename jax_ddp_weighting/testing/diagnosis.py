@@ -172,7 +172,9 @@ def _find_other_names(finite: Mapping[str, Seen], found: Sequence[Match]) -> tup
     laid_out = probes(ranks + 1, microbatches, "binary" if binary else "any").values()
 
     def could_differ(each: Match) -> bool:
-        return any(deviation(each.counted(w), first.counted(w)) > NEAR for w in laid_out)
+        apart = (deviation(each.counted(w), first.counted(w)) > NEAR for w in laid_out)
+        # of other schemes as they are: a factor of one rank is none
+        return (each.scheme is RIGHT or each.powers == (0, 0)) and any(apart)
 
     return tuple(
         name
