@@ -73,7 +73,7 @@ def diagnose(
         weights: what weights the probes hold: `"any"`, or `"binary"` for 0 and 1 alone, for code
             that takes masks: it says what such code does with masks.
         rtol: how exactly counts must fit, relative to the largest; about 1e-2 for bfloat16. On the
-            probes conventions lie .05 and more apart.
+            probes conventions lie .05 and more apart, .03 where they are masks.
 
     Returns:
         A `Diagnosis`. Its name is the plainest true one: with one rank or one microbatch several

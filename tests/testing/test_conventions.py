@@ -38,4 +38,4 @@ def test_candidates_of_different_names_are_equal_or_far_apart(ranks, microbatche
     names = np.array([each.convention for each in found])
     gaps = gaps[names[:, None] != names[None]]
     # masks of few tokens on many ranks part some of them by a little less
-    assert gaps[gaps > 1e-9].min(initial=1.0) > {"any": 0.05, "binary": 0.045}[weights]
+    assert gaps[gaps > 1e-9].min(initial=1.0) > {"any": 0.05, "binary": 0.03}[weights]
