@@ -75,7 +75,7 @@ $(BIN)/python:
 # torch first and by version, so that pip never takes another build for a looser range
 $(VENV)/.installed-torch: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[test,torch,grain,bench]'
+	$(BIN)/python -m pip install --quiet -e '.[test,torch,grain,bench,wild]'
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python

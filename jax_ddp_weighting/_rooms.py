@@ -36,7 +36,7 @@ PUBLIC = {
     "train": (
         *("BatchNorm", "EpochReport", "NnxBatchNorm", "RestoredRun", "StepReport"),
         *("clip_by_global_norm", "global_norm", "make_nnx_train_epoch", "make_nnx_train_step"),
-        *("make_train_epoch", "make_train_step", "restore_run", "save_run"),
+        *("make_optax_step", "make_train_epoch", "make_train_step", "restore_run", "save_run"),
         "weighted_multi_steps",
     ),
     "evaluation": (

@@ -68,6 +68,56 @@ def test_experts_are_balanced_over_the_step_however_it_is_split():
     assert losses == sorted(losses, reverse=True)
 
 
+# what it does as -> convention, factor
+WILD = {
+    "flax, wmt example (pmap)": ("mean_of_means", "1"),
+    "scenic, weighted losses (pmap)": ("mean_of_means", "1"),
+    "EasyLM, tokens of a sequence": ("mean_of_means", "1"),
+    "big_vision, captions": ("mean_of_means", "1"),
+    "t5x, as it comes": ("sum", "1"),
+    "t5x, by real target tokens": ("step_token_mean", "2"),
+    "levanter, accumulation of 2022": ("step_token_mean", "1"),
+    "MaxText, accumulation": ("unknown", ""),
+    "MaxText, accumulation by MultiSteps": ("step_token_mean", "1"),
+    "MaxText, one batch": ("global_mean", "1"),
+    "kauldron, masked losses": ("global_mean", "1"),
+    "DETR, number of boxes": ("clamped_weight", "1"),
+}
+RIGHT_ON_TEXT = {"t5x, as it comes", "MaxText, accumulation", "MaxText, one batch"} | {
+    "kauldron, masked losses",
+    "DETR, number of boxes",
+}
+HF = {
+    "HF Trainer, tokens averaged across devices": ("global_mean", "1"),
+    "HF Trainer, each device its own tokens": ("rank_token_mean", "1"),
+}
+
+
+def test_trainers_in_the_wild_are_named_and_measured_and_the_docs_say_so():
+    head, *lines = run("in_the_wild.py").splitlines()
+    width = head.index("is named")
+    rows = {line[:width].strip(): line[width:].split() for line in lines}
+    for name, (convention, factor) in WILD.items():
+        found = rows[name]
+        assert found[0] == convention
+        assert found[1:2] == ([factor] if factor else found[1:2])
+        at_best = float(found[-1].rstrip("%"))
+        assert (at_best < 0.1) == (name in RIGHT_ON_TEXT)
+        assert name in RIGHT_ON_TEXT or at_best > 3
+    assert "a gradient that is not finite where the whole step is empty" in "\n".join(lines)
+    missing = [name for name in ("accelerate", "torch", "transformers") if not find_spec(name)]
+    if missing:
+        needed = "HF Trainer: not run, needs accelerate, torch, transformers"
+        assert lines[-1] == f"{needed}: {', '.join(missing)} missing"
+    else:
+        assert {name: tuple(rows[name][:2]) for name in HF} == HF
+    page = (ROOT / "docs" / "in-the-wild.md").read_text()
+    told = dict(re.findall(r"^\| ([\w, -]+?(?: \(pmap\))?) \| `?(\w+)`?.* \|$", page, re.MULTILINE))
+    assert {name: told[name] for name in WILD | HF} == {
+        name: convention for name, (convention, _) in (WILD | HF).items()
+    }
+
+
 def test_loaders_say_which_loaders_they_compared():
     out = run("loaders.py")
     compared = re.search(r"compared: ([\w, ]+)\n", out).group(1).split(", ")

@@ -6,7 +6,8 @@ from jax_ddp_weighting.testing.conventions import CONVENTIONS
 from jax_ddp_weighting.testing.diagnosis import Diagnosis, diagnose_weights
 from jax_ddp_weighting.testing.parity import check_gradients
 from jax_ddp_weighting.testing.per_example import effective_weights, per_example_gradients
-from jax_ddp_weighting.testing.probing import diagnose, diagnose_step
+from jax_ddp_weighting.testing.probing import diagnose
+from jax_ddp_weighting.testing.step_probing import diagnose_step
 
 __all__ = [
     "CONVENTIONS",

@@ -46,17 +46,23 @@ class Scheme:
 
 
 _TOKENS, _RANK, _STEP, _WHOLE = (2,), (1, 2), (0, 2), (0, 1, 2)
+_RANKS, _MICROBATCHES, _PARTS = (0,), (1,), (0, 1)
 
 
 def _mean_of_parts(
-    within: tuple[int, ...], *, clamped: bool = False, nonempty: bool = False
+    within: tuple[int, ...],
+    *,
+    clamped: bool = False,
+    averaged: tuple[int, ...] = (),
+    nonempty: bool = False,
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Each part divides by its own weight, and the parts are averaged."""
 
     def counted(weights: np.ndarray) -> np.ndarray:
         sums = weights.sum(axis=within, keepdims=True)
         parts = np.count_nonzero(sums) if nonempty else sums.size
-        return weights / _divisors(sums, clamped) / max(parts, 1)
+        floor = _floor(weights, averaged) if clamped or averaged else None
+        return weights / _divisors(sums, floor) / max(parts, 1)
 
     return counted
 
@@ -67,26 +73,38 @@ def _nonempty_within(axis: int) -> Callable[[np.ndarray], np.ndarray]:
     def counted(weights: np.ndarray) -> np.ndarray:
         sums = weights.sum(axis=2, keepdims=True)
         parts = np.count_nonzero(sums, axis=axis, keepdims=True)
-        return weights / _divisors(sums, False) / np.maximum(parts, 1) / parts.size
+        return weights / _divisors(sums, None) / np.maximum(parts, 1) / parts.size
 
     return counted
 
 
-def _over_clamped(within: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
-    """Summed weights, each of them raised to 1 at least before they were summed."""
+def _over_clamped(
+    within: tuple[int, ...], averaged: tuple[int, ...] = ()
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Summed weights, each of them raised to a floor at least before they were summed."""
 
     def counted(weights: np.ndarray) -> np.ndarray:
-        return weights / np.maximum(weights.sum(axis=within), 1.0).sum()
+        return weights / np.maximum(weights.sum(axis=within), _floor(weights, averaged)).sum()
 
     return counted
 
 
-def _divisors(sums: np.ndarray, clamped: bool) -> np.ndarray:
-    return np.maximum(sums, 1.0) if clamped else np.where(sums > 0, sums, 1.0)
+def _floor(weights: np.ndarray, averaged: tuple[int, ...]) -> float:
+    """1; or of weights that were averaged over some axes first, and then raised to 1."""
+    return float(np.prod([weights.shape[axis] for axis in averaged]))
+
+
+def _divisors(sums: np.ndarray, floor: float | None) -> np.ndarray:
+    return np.where(sums > 0, sums, 1.0) if floor is None else np.maximum(sums, floor)
 
 
 def _right(weights: np.ndarray) -> np.ndarray:
     return _mean_of_parts(_WHOLE)(weights)
+
+
+def turn_into_masks(weights: np.ndarray) -> np.ndarray:
+    """1 for every weight above 0, as code that knows padding alone takes weights."""
+    return (weights > 0).astype(float)
 
 
 RIGHT = Scheme("global_mean", "the mean over all weight", _right)
@@ -133,6 +151,22 @@ SCHEMES = (
             ("a step", _WHOLE),
         )
     ),
+    # A weight that is averaged before it is raised to 1, as detectors do with their boxes.
+    *(
+        Scheme(
+            "clamped_weight",
+            f"the mean over all weight, where {part} that holds less than 1 for each {each} "
+            "divides as that",
+            _over_clamped(within, averaged),
+        )
+        for part, within, each, averaged in (
+            ("a step", _WHOLE, "rank", _RANKS),
+            ("a step", _WHOLE, "microbatch", _MICROBATCHES),
+            ("a step", _WHOLE, "microbatch of each rank", _PARTS),
+            ("a microbatch over all ranks", _STEP, "rank", _RANKS),
+            ("a rank", _RANK, "microbatch", _MICROBATCHES),
+        )
+    ),
     *(
         Scheme(name, f"the mean of {whose} means, each divided by 1 at least", count)
         for name, whose, count in (
@@ -144,6 +178,25 @@ SCHEMES = (
             ),
             ("rank_token_mean", "the ranks'", _mean_of_parts(_RANK, clamped=True)),
             ("step_token_mean", "the microbatches' global", _mean_of_parts(_STEP, clamped=True)),
+        )
+    ),
+    *(
+        Scheme(
+            name, f"the mean of {whose} means, each divided by 1 for each {each} at least", count
+        )
+        for name, whose, each, count in (
+            (
+                "step_token_mean",
+                "the microbatches' global",
+                "rank",
+                _mean_of_parts(_STEP, averaged=_RANKS),
+            ),
+            (
+                "rank_token_mean",
+                "the ranks'",
+                "microbatch",
+                _mean_of_parts(_RANK, averaged=_MICROBATCHES),
+            ),
         )
     ),
     Scheme(
@@ -166,11 +219,7 @@ SCHEMES = (
         "the mean of the own global means of those microbatches that hold any weight",
         _mean_of_parts(_STEP, nonempty=True),
     ),
-    Scheme(
-        "unknown",
-        "every weight above 0 for 1",
-        lambda w: _right((w > 0).astype(float)),
-    ),
+    Scheme("unknown", "every weight above 0 for 1", lambda w: _right(turn_into_masks(w))),
     Scheme("unknown", "weights cut to whole numbers", lambda w: _right(np.floor(w))),
     Scheme(
         "unknown",
@@ -194,6 +243,7 @@ class Match:
         scheme: what is multiplied.
         reason: the factor in words.
         plain: whether it is a mistake seen in practice, and not one that could only be thought of.
+        powers: the power of the number of ranks in the factor, and that of microbatches.
     """
 
     convention: str
@@ -201,6 +251,12 @@ class Match:
     scheme: Scheme
     reason: str
     plain: bool
+    powers: tuple[int, int]
+
+    def counted(self, weights: np.ndarray) -> np.ndarray:
+        """What each token counts, for any numbers of ranks and microbatches."""
+        ranks, microbatches, _ = weights.shape
+        return find_factor(self.powers, ranks, microbatches) * self.scheme.counted(weights)
 
 
 # (power of ranks, power of microbatches) -> the name of that many times the global mean
@@ -222,12 +278,17 @@ def candidates(ranks: int, microbatches: int) -> list[Match]:
     found = []
     for scheme in SCHEMES:
         for powers in _POWERS:
-            factor = float(ranks ** powers[0] * microbatches ** powers[1])
+            factor = find_factor(powers, ranks, microbatches)
             name = _GLOBAL.get(powers, "unknown") if scheme is RIGHT else scheme.convention
             plain = factor == 1 or (scheme is RIGHT and powers in _GLOBAL)
             plain |= scheme.convention == "sum" and powers == (-1, 0)  # summed, then averaged
-            found.append(Match(name, factor, scheme, _explain_factor(powers), plain))
+            found.append(Match(name, factor, scheme, _explain_factor(powers), plain, powers))
     return sorted(found, key=lambda each: not each.plain)
+
+
+def find_factor(powers: tuple[int, int], ranks: int, microbatches: int) -> float:
+    """The product of these powers of the two numbers."""
+    return float(ranks ** powers[0] * microbatches ** powers[1])
 
 
 def _explain_factor(powers: tuple[int, int]) -> str:
@@ -244,13 +305,19 @@ def _explain_factor(powers: tuple[int, int]) -> str:
 
 
 EMPTY_STEP = "the whole step is empty"
+WEIGHTS = ("any", "binary")
 
 
-def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
+def probes(ranks: int, microbatches: int, weights: str = "any") -> dict[str, np.ndarray]:
     """Weights on which the conventions differ, by what is particular about them.
 
     All are dyadic fractions, exact in float32. The number of tokens is a prime that divides neither
     ranks nor microbatches, so that counting slots looks like no other factor.
+
+    Args:
+        ranks: how many ranks they are laid out for.
+        microbatches: how many microbatches each rank has.
+        weights: one of `WEIGHTS`; `"binary"` is of 0 and 1 alone, as masks are.
     """
     parts = ranks * microbatches
     tokens = next(prime for prime in (7, 11, 13, 17, 19, 23, 29, 31, 37) if parts % prime)
@@ -266,6 +333,17 @@ def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
     busy = (rank < max(ranks - 1, 1)) & (step < max(microbatches - 1, 1))
     idle = full * busy[..., None]
 
+    found: dict[str, np.ndarray] = {"every microbatch holds some weight": full}
+    if ranks > 1 and microbatches > 1:
+        found["some microbatches are empty"] = scattered
+    if parts > 1:
+        found["a whole rank or microbatch is empty"] = idle
+    if weights == "binary":
+        # less than 1 for each rank and microbatch, which is as little as a mask can hold
+        found["the step holds a single token"] = full * (place == 0) * (part == 0)
+        found[EMPTY_STEP] = np.zeros_like(full)
+        return found
+
     # Fractions above and below 1, and microbatches of less than 1 altogether, for clamps and casts.
     heavy = full * np.array([0.5, 1.5, 3.0])[(place + part) % 3]
     light = (place == 0) * (0.25 * (1 + part // 2 % 3))  # less than 1 in the whole microbatch
@@ -273,11 +351,6 @@ def probes(ranks: int, microbatches: int) -> dict[str, np.ndarray]:
     # The same, scaled by a power of 2, which rounds nothing, to less than 1 in the whole step.
     little = fractional / 2.0 ** np.ceil(np.log2(fractional.sum()) + 1)
 
-    found: dict[str, np.ndarray] = {"every microbatch holds some weight": full}
-    if ranks > 1 and microbatches > 1:
-        found["some microbatches are empty"] = scattered
-    if parts > 1:
-        found["a whole rank or microbatch is empty"] = idle
     found["weights are fractions"] = fractional
     found["the step holds less weight than 1"] = little
     found[EMPTY_STEP] = np.zeros_like(full)
@@ -293,12 +366,14 @@ Seen = tuple[np.ndarray, np.ndarray]
 def matches(seen: Sequence[Seen], *, rtol: float) -> list[Match]:
     """The candidates that agree with everything seen, the plainest first."""
     ranks, microbatches, _ = seen[0][0].shape
+    # a scheme is asked once for all of its factors
+    own = {id(each): [each.counted(weights) for weights, _ in seen] for each in SCHEMES}
     return [
         each
         for each in candidates(ranks, microbatches)
         if all(
-            deviation(counted, each.factor * each.scheme.counted(weights)) <= rtol
-            for weights, counted in seen
+            deviation(counted, each.factor * expected) <= rtol
+            for (_, counted), expected in zip(seen, own[id(each.scheme)], strict=True)
         )
     ]
 
@@ -321,9 +396,6 @@ def find_synonyms(ranks: int, microbatches: int, match: Match) -> list[str]:
 
     With one rank, for instance, nothing that depends on the number of ranks can show.
     """
-    seen = [
-        (weights, match.factor * match.scheme.counted(weights))
-        for weights in probes(ranks, microbatches).values()
-    ]
+    seen = [(each, match.counted(each)) for each in probes(ranks, microbatches).values()]
     names = [each.convention for each in matches(seen, rtol=1e-9)]
     return [name for name in dict.fromkeys(names) if name not in (match.convention, "unknown")]

@@ -1,6 +1,6 @@
 """What each token counted, given a name, a table and a remedy."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,36 +16,11 @@ from jax_ddp_weighting.testing.conventions import (
     deviation,
     find_synonyms,
     matches,
+    probes,
     round_up,
+    turn_into_masks,
 )
-
-_ADVICE = {
-    "global_mean": "Nothing to mend: every token counts as its weight, once.",
-    "mean_of_means": "Add sums and weights over ranks and microbatches and divide once, last, as "
-    "value_and_grad does: a mean of means gives every microbatch one vote.",
-    "mean_of_nonempty_means": "Add sums and weights over ranks and microbatches and divide once, "
-    "last, as value_and_grad does: now every microbatch that is not empty has one vote.",
-    "rank_token_mean": "Divide by the weight summed over all ranks (psum), not by the rank's own: "
-    "now every rank has one vote.",
-    "step_token_mean": "Sum the weights of all microbatches before anything is divided: now every "
-    "microbatch has one vote.",
-    "sum": "Divide by the weight summed over all ranks and microbatches: now the gradient grows "
-    "with the batch.",
-    "divided_by_ranks": "Sum over the ranks what was divided by the global weight already, or "
-    "multiply it by their number before pmean.",
-    "times_ranks": "Sum over the ranks once: default shard_map sums the gradient of replicated "
-    "parameters by itself, so leave the factor W to rank_share, or use value_and_grad.",
-    "times_microbatches": "Leave out the factor of the number of microbatches: the weight of all "
-    "of them divides already.",
-    "divided_by_microbatches": "Add the microbatches' gradients instead of averaging them: the "
-    "weight of all of them divides already.",
-    "padding_counted": "Multiply the losses by the weights and divide by the sum of the weights, "
-    "not by the number of slots.",
-    "clamped_weight": "Divide by the weight as it is, and guard only against exactly 0: now less "
-    "weight than 1 divides as 1.",
-    "unknown": "Return weighted_sum(losses, weights) from the loss function and take the gradient "
-    "with value_and_grad; then look again.",
-}
+from jax_ddp_weighting.testing.remedies import BY_NAME, advise
 
 # Half of what lies between two conventions on the probes: what is nearer is one of them, roughly.
 NEAR = 0.025
@@ -65,7 +40,7 @@ class Diagnosis:
             ranks has factor `W`. None where no constant fits.
         advice: what mends it, in one sentence.
         words: what the step takes, in words.
-        alternatives: other names that say the same of all that was seen.
+        alternatives: other names that say the same of all that was seen. The advice mends them too.
         notes: what else was seen.
         shown: what is particular about the weights in the table.
         weights: `[ranks, microbatches, tokens]`, those weights.
@@ -76,7 +51,7 @@ class Diagnosis:
         >>> found.convention, found.factor, found.right
         ('padding_counted', 2.0, False)
         >>> found.advice
-        'Multiply the losses by the weights and divide by the sum of the weights, not by ...'
+        'Multiply the losses by the weights and divide by the sum of the weights over all ...'
     """
 
     convention: str
@@ -141,13 +116,16 @@ def diagnose_counts(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
     if not any(counted.any() for _, counted in finite.values()):
         return unknown("a gradient of 0: it ignores its batch", notes=notes, **table)
     found = matches(list(finite.values()), rtol=rtol)
+    if not found or found[0].convention == "unknown":
+        cast = _describe_cast(finite, rtol, notes, table)
+        if cast is not None:
+            return cast
     if not found:
         return _describe_unmatched(finite, rtol, notes, table)
     first = found[0]
-    names = dict.fromkeys(each.convention for each in found)
-    others = tuple(name for name in names if name not in (first.convention, "unknown"))
+    others = _find_other_names(finite, found)
     # Those that say exactly the same are alternatives; those that only come close are a doubt.
-    exact = [(each, first.factor * first.scheme.counted(each)) for each, _ in finite.values()]
+    exact = [(each, first.counted(each)) for each, _ in finite.values()]
     if not {each.convention for each in matches(exact, rtol=1e-9)} >= set(others):
         return unknown(
             f"what a tolerance of {rtol:g} is too wide to tell",
@@ -168,11 +146,40 @@ def diagnose_counts(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
     return Diagnosis(
         first.convention,
         first.factor,
-        _ADVICE[first.convention],
-        _put_in_words(first),
+        advise(first, others),
+        put_in_words(first),
         others,
         notes,
         **table,
+    )
+
+
+def _find_other_names(finite: Mapping[str, Seen], found: Sequence[Match]) -> tuple[str, ...]:
+    """The names beside the first, but for those that more ranks could not tell from it either.
+
+    (The first a multiple of the right mean: of wrong ones all names are listed that fit.)
+    """
+    first, *rest = found
+    names = dict.fromkeys(each.convention for each in rest)
+    others = tuple(name for name in names if name not in (first.convention, "unknown"))
+    if first.scheme is not RIGHT:
+        return others
+    seen = [weights for weights, _ in finite.values()]
+    ranks, microbatches, _ = seen[0].shape
+    binary = all(np.isin(weights, (0, 1)).all() for weights in seen)
+    # More ranks may show another name. But one microbatch is all that some code has, and what
+    # weights of 0 and 1 cannot show there is no mistake in code that is given masks.
+    laid_out = probes(ranks + 1, microbatches, "binary" if binary else "any").values()
+
+    def could_differ(each: Match) -> bool:
+        apart = (deviation(each.counted(w), first.counted(w)) > NEAR for w in laid_out)
+        # of other schemes as they are: a factor of one rank is none
+        return (each.scheme is RIGHT or each.powers == (0, 0)) and any(apart)
+
+    return tuple(
+        name
+        for name in others
+        if any(could_differ(each) for each in rest if each.convention == name)
     )
 
 
@@ -231,7 +238,7 @@ def diagnose_weights(counted: Any, weights: Any, *, rtol: float = 1e-3) -> Diagn
     )
 
 
-def unknown(words: str, *, advice: str = _ADVICE["unknown"], **other: Any) -> Diagnosis:
+def unknown(words: str, *, advice: str = BY_NAME["unknown"], **other: Any) -> Diagnosis:
     """A diagnosis without a name, but with a reason."""
     return Diagnosis("unknown", None, advice, words, **other)
 
@@ -244,6 +251,9 @@ def _describe_unmatched(
     if len(counts) > 1 and all(deviation(each, counts[0]) <= rtol for each in counts[1:]):
         words = "the same gradient whatever the weights: it ignores its batch"
         return unknown(words, notes=notes, **table)
+    divided = _describe_divisor(finite, rtol, notes, table)
+    if divided is not None:
+        return divided
     factor = _find_factor(finite, rtol)
     if factor is not None:
         found = unknown(
@@ -263,7 +273,7 @@ def _describe_unmatched(
         )
     off, nearest = _find_nearest(finite)
     notes += (f"the nearest is {nearest.convention}, off by {off:.2g} of the largest count.",)
-    advice = _ADVICE["unknown"]
+    advice = BY_NAME["unknown"]
     if off < NEAR:
         advice = (
             f"Allow it rtol={round_up(off)} if it computes in bfloat16, float16 or with other "
@@ -271,6 +281,69 @@ def _describe_unmatched(
         )
     words = "none of the known conventions, or a mixture"
     return unknown(words, advice=advice, notes=notes, **table)
+
+
+# How code that wants masks or counts takes weights that are none.
+_CASTS: tuple[tuple[str, Callable[[np.ndarray], np.ndarray]], ...] = (
+    ("turned into 0 and 1", turn_into_masks),
+    ("cut to whole numbers", np.floor),
+)
+
+
+def _describe_cast(
+    finite: Mapping[str, Seen], rtol: float, notes: tuple[str, ...], table: dict[str, Any]
+) -> Diagnosis | None:
+    """A wrong convention, by code that casts the weights before it counts them so, if it is one."""
+    for words, transform in _CASTS:
+        found = matches([(transform(w), counted) for w, counted in finite.values()], rtol=rtol)
+        if found and found[0].convention not in ("global_mean", "unknown"):
+            first = found[0]
+            words = f"{put_in_words(first)}, of weights {words}"
+            return Diagnosis(
+                first.convention, first.factor, advise(first), words, (), notes, **table
+            )
+    return None
+
+
+def _describe_divisor(
+    finite: Mapping[str, Seen], rtol: float, notes: tuple[str, ...], table: dict[str, Any]
+) -> Diagnosis | None:
+    """A step that divides the weighted losses by something else than their weight, if it does."""
+    divisors, totals = [], []
+    for weights, counted in finite.values():
+        if not weights.any():
+            continue
+        part = float(np.vdot(weights, counted) / np.vdot(weights, weights))
+        if part <= 0 or deviation(counted, part * weights) > rtol:
+            return None
+        divisors.append(1 / part)
+        totals.append(float(weights.sum()))
+    divisor, total = np.array(divisors), np.array(totals)
+    if len(divisor) < 2 or np.ptp(total) == 0:
+        return None
+    allowed = 2 * rtol * divisor
+    if np.ptp(divisor) <= allowed.min():
+        number = float(divisor.mean())
+        words = f"the sum of the weighted losses over {number:.4g}, whatever they weigh"
+        return Diagnosis("sum", 1 / number, BY_NAME["sum"], words, (), notes, **table)
+    floor = float(divisor.min())
+    if (np.abs(divisor - np.maximum(total, floor)) <= allowed).all() and floor > total.min():
+        words = (
+            f"the mean over all weight, where a step that holds less than {floor:.4g} divides as "
+            "that"
+        )
+        advice = BY_NAME["clamped_weight"]
+        return Diagnosis("clamped_weight", 1.0, advice, words, (), notes, **table)
+    added = float(np.mean(divisor - total))
+    if added > 0 and (np.abs(divisor - total - added) <= allowed).all():
+        return unknown(
+            f"the weighted losses over their weight and {added:.4g} more",
+            advice="Divide by the weight as it is, and guard only against exactly 0: now "
+            f"{added:.4g} is added to it.",
+            notes=notes,
+            **table,
+        )
+    return None
 
 
 def _find_factor(finite: Mapping[str, Seen], rtol: float) -> float | None:
@@ -288,10 +361,7 @@ def _find_nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
     ranks, microbatches, _ = next(iter(finite.values()))[0].shape
     scored = [
         (
-            max(
-                deviation(counted, each.factor * each.scheme.counted(weights))
-                for weights, counted in finite.values()
-            ),
+            max(deviation(counted, each.counted(weights)) for weights, counted in finite.values()),
             each,
         )
         for each in candidates(ranks, microbatches)
@@ -300,8 +370,11 @@ def _find_nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
     return min(scored, key=lambda pair: pair[0])
 
 
-def _put_in_words(match: Match) -> str:
-    return f"{match.reason} times {match.scheme.words}" if match.factor != 1 else match.scheme.words
+def put_in_words(match: Match) -> str:
+    """What a step of this convention takes."""
+    if match.powers == (0, 0):
+        return match.scheme.words
+    return f"{match.reason} times {match.scheme.words}"
 
 
 def _format_table(weights: np.ndarray, counted: np.ndarray) -> list[str]:

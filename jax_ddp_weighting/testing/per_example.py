@@ -95,7 +95,7 @@ def effective_weights(
 
 
 def per_example_gradients(
-    loss_of_example: Callable[[Any, Any], Any], params: Any, examples: PyTree
+    loss_of_example: Callable[[Any, Any], Any], params: Any, examples: PyTree, *, wrt: Any = None
 ) -> PyTree:
     """Each example's own gradient, by `vmap` of `grad`.
 
@@ -106,6 +106,8 @@ def per_example_gradients(
         params: the parameters, a pytree; or an nnx model, which the loss is then given whole, and
             whose `nnx.Param`s are differentiated.
         examples: a pytree of arrays `[examples, ...]`.
+        wrt: for an nnx model, which variables are differentiated in place of all `nnx.Param`s, such
+            as an optimizer's `wrt`.
 
     Returns:
         The structure of `params` (for an nnx model, the `nnx.State` of its parameters, as
@@ -120,7 +122,7 @@ def per_example_gradients(
 
     if not isinstance(params, nnx.Module):
         return jax.vmap(jax.grad(loss_of_example), in_axes=(None, 0))(params, examples)
-    graph, state, rest = nnx.split(params, nnx.Param, ...)
+    graph, state, rest = nnx.split(params, nnx.Param if wrt is None else wrt, ...)
 
     def loss_of_state(state: Any, example: Any) -> Any:
         return loss_of_example(nnx.merge(graph, state, rest), example)

@@ -1,30 +1,40 @@
-"""An unknown step's convention, named: which examples its gradient counted, and by how much.
+"""An unknown reduction's convention, named: which tokens its gradient counted, and by how much.
 
-A gradient is linear in what each example counts. So a loss in which every token has a parameter of
-its own reads all the counts off one gradient (`diagnose`), and for a real model and batch least
-squares does (`diagnose_step`).
+A gradient is linear in what each token counts. So a loss in which every token has a parameter of
+its own reads all the counts off one gradient.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from jax_ddp_weighting._arguments import check_microbatches, check_num_replicas, check_rtol
-from jax_ddp_weighting.data.batch import Batch, check_batch
-from jax_ddp_weighting.testing.conventions import EMPTY_STEP, deviation, probes
+from jax_ddp_weighting.testing.conventions import (
+    EMPTY_STEP,
+    RIGHT,
+    WEIGHTS,
+    Match,
+    Seen,
+    deviation,
+    find_factor,
+    matches,
+    probes,
+)
 from jax_ddp_weighting.testing.diagnosis import (
     NEAR,
     Diagnosis,
     diagnose_counts,
-    diagnose_weights,
+    put_in_words,
     unknown,
 )
-from jax_ddp_weighting.testing.per_example import effective_weights, per_example_gradients
+from jax_ddp_weighting.testing.remedies import advise
 
 _RTOL = 1e-5  # float32 rounds to some 1e-7 here; the conventions lie 1e-3 and more apart
 
@@ -33,7 +43,12 @@ GradientOf = Callable[[Callable[[Array, Array], Array], Array, Array, Array], An
 
 
 def diagnose(
-    gradient_of: GradientOf, *, num_replicas: int, microbatches: int = 1, rtol: float = _RTOL
+    gradient_of: GradientOf,
+    *,
+    num_replicas: int,
+    microbatches: int = 1,
+    weights: str = "any",
+    rtol: float = _RTOL,
 ) -> Diagnosis:
     """The convention by which a reduction counts tokens: runs it on uneven probes and names it.
 
@@ -43,27 +58,33 @@ def diagnose(
     of them, and a right one only if the gradient is finite on all of them. Two more probes have
     steep and gentle losses, to find counts that depend on the data, and steps that take another
     loss than the one they are given. What has no name then is called once more as before, to find
-    steps that are noisy or keep a state.
+    steps that are noisy or keep a state. Where equal numbers of ranks and microbatches leave a
+    factor with two reasons, other numbers are tried, as far as the code takes them.
 
     Args:
         gradient_of: `gradient_of(token_loss, params, tokens, weights)` reduces as the code on trial
             does, and returns the gradient it would apply, of the shape of `params`, as one rank
             holds it. `tokens` (integers) and `weights` (floats) are `[num_replicas, microbatches,
             tokens]`; `token_loss(params, tokens)` returns one loss per token, for tokens of any
-            shape, and is differentiable. It is called up to ten times, with the same shapes.
+            shape, and is differentiable. It is called up to ten times with the same shapes, and up
+            to twice with one microbatch or rank more, which it may refuse.
         num_replicas: how many ranks the tokens are laid out for.
         microbatches: how many microbatches each rank accumulates.
+        weights: what weights the probes hold: `"any"`, or `"binary"` for 0 and 1 alone, for code
+            that takes masks: it says what such code does with masks.
         rtol: how exactly counts must fit, relative to the largest; about 1e-2 for bfloat16. On the
-            probes conventions lie .05 and more apart.
+            probes conventions lie .05 and more apart, .03 where they are masks.
 
     Returns:
         A `Diagnosis`. Its name is the plainest true one: with one rank or one microbatch several
-        coincide, and its `alternatives` list them. A mixture, and counts that depend on the data,
+        coincide, and its `alternatives` list them, beside a right one those that more ranks could
+        show. A mixture, and counts that depend on the data,
         are `unknown`, and the counts are shown.
 
     Raises:
-        ValueError: the numbers are below 1, `rtol` is not in `[0, 1)`, or `gradient_of` returns no
-            gradient of `params`.
+        ValueError: the numbers are below 1, `weights` is unknown, `rtol` is not in `[0, 1)`, or
+            `gradient_of` returns no gradient of `params`.
+        TypeError: `gradient_of` reduces torch's tensors, for which there is `diagnose_torch`.
 
     Example:
         >>> def gradient_of(token_loss, params, tokens, weights):
@@ -78,48 +99,39 @@ def diagnose(
                       microbatch 0      microbatch 1
         rank 0    0.889 (weight 3)  0.889 (weight 6)
         rank 1    1.143 (weight 2)  1.143 (weight 5)
-        Fix: Divide by the weight summed over all ranks (psum), not by the rank's own: ...
+        Fix: Divide by the weight summed over all ranks (psum), not by the rank's own, ...
         Note: the gradient is not finite where a whole rank or microbatch is empty.
     """
     num_replicas = check_num_replicas("diagnose: num_replicas", num_replicas)
     microbatches = check_microbatches("diagnose: microbatches", microbatches)
     check_rtol("diagnose: rtol", rtol)
-    laid_out = probes(num_replicas, microbatches)
-    shape = next(iter(laid_out.values())).shape
-    tokens = np.arange(np.prod(shape)).reshape(shape)
-
-    def counts(label: str, weights: np.ndarray, token_loss: Any, losses: np.ndarray) -> np.ndarray:
-        params = jnp.asarray(losses.reshape(-1), float)
-        given = jnp.asarray(tokens), jnp.asarray(weights, params.dtype)
-        try:
-            gradient = gradient_of(token_loss, params, *given)
-        except Exception as error:  # of any kind, since it goes on with a note
-            error.add_note(f"diagnose: gradient_of failed on the probe where {label}.")
-            raise
-        return _check_gradient(gradient, params.shape).reshape(shape)
-
-    # Not 0, where a loss scale or a clip would do nothing, nor all alike.
-    losses = 1 + tokens % 5 / 4
+    if weights not in WEIGHTS:
+        raise ValueError(
+            f"diagnose: weights must be one of {', '.join(WEIGHTS)}, got {weights!r}. 'any' is the "
+            "default; 'binary' probes with masks alone."
+        )
+    laid_out = probes(num_replicas, microbatches, weights)
     notes = ()
     seen = {}
     for label, each in laid_out.items():
         try:
-            seen[label] = each, counts(label, each, _loss, losses)
+            seen[label] = each, _count(gradient_of, label, each)
         except Exception as error:  # whatever it is, it is the code's own refusal of no weight
             if label != EMPTY_STEP:
                 raise
             notes = (f"it raises {type(error).__name__} where {label}.",)
     found = diagnose_counts(seen, rtol=rtol)
     found = replace(found, notes=(*found.notes, *notes))
-    label, (weights, counted) = next(iter(seen.items()))
+    label, (given, counted) = next(iter(seen.items()))
+    table = {"shown": label, "weights": given, "counted": counted}
 
     def is_unsteady() -> bool:
-        return not deviation(counts(label, weights, _loss, losses), counted) <= rtol
+        return not deviation(_count(gradient_of, label, given), counted) <= rtol
 
     if not counted.any() or not np.isfinite(counted).all():
         return found
     if found.convention == "unknown" and is_unsteady():
-        return _say_unsteady(shown=label, weights=weights, counted=counted)
+        return say_unsteady(**table)
     # Twice, as both sides are rounded; and what nearly has a name is as noisy as it is far from it.
     allowed = 2 * rtol if found.convention != "unknown" else 2 * max(rtol, NEAR)
 
@@ -127,16 +139,16 @@ def diagnose(
         """Whether counts go with the losses' slopes, whether they are as ever, and their table."""
         where = f"{label} and losses are {kind}"
         loss, slopes_of = _KINDS[kind]
-        again = counts(where, weights, loss, 4 - losses)
-        own = again / slopes_of(tokens)
-        table = {"shown": where, "weights": weights, "counted": own}
+        again = _count(gradient_of, where, given, loss)
+        own = again / slopes_of(_number_tokens(given))
+        table = {"shown": where, "weights": given, "counted": own}
         return deviation(own, counted) <= allowed, deviation(again, counted) <= allowed, table
 
     steep, gentle = counts_of_kind("steep"), counts_of_kind("gentle")
     if steep[0] and gentle[0]:
-        return found
+        return _tell_factors_apart(gradient_of, found, seen, rtol)
     if found.convention != "unknown" and is_unsteady():
-        return _say_unsteady(shown=label, weights=weights, counted=counted)
+        return say_unsteady(**table)
     # The same gradient of every loss: it never took the loss, or clipped it wherever it was seen.
     if steep[1] and gentle[1] and counts_of_kind("faint")[1]:
         if found.convention == "unknown":
@@ -157,7 +169,108 @@ def diagnose(
     )
 
 
-def _say_unsteady(**table: Any) -> Diagnosis:
+def _count(
+    gradient_of: GradientOf, label: str, weights: np.ndarray, token_loss: Any = None
+) -> np.ndarray:
+    """What each token of these weights counted."""
+    tokens = _number_tokens(weights)
+    # Not 0, where a loss scale or a clip would do nothing, nor all alike.
+    losses = 1 + tokens % 5 / 4
+    if token_loss is not None:
+        losses = 4 - losses
+    params = jnp.asarray(losses.reshape(-1), float)
+    given = jnp.asarray(tokens), jnp.asarray(weights, params.dtype)
+    try:
+        gradient = gradient_of(token_loss or _loss, params, *given)
+    except Exception as error:  # of any kind, since it goes on with a note
+        error.add_note(f"diagnose: gradient_of failed on the probe where {label}.")
+        if _comes_from_torch(error):
+            raise TypeError(
+                "diagnose: gradient_of must reduce arrays of JAX, got a reduction in torch, which "
+                f"raised {type(error).__name__} on them. diagnose_torch gives it the same probes "
+                "as tensors."
+            ) from error
+        raise
+    return _check_gradient(gradient, params.shape).reshape(weights.shape)
+
+
+def _number_tokens(weights: np.ndarray) -> np.ndarray:
+    return np.arange(weights.size).reshape(weights.shape)
+
+
+def _tell_factors_apart(
+    gradient_of: GradientOf, found: Diagnosis, seen: Mapping[str, Seen], rtol: float
+) -> Diagnosis:
+    """The diagnosis, in which equal numbers of ranks and microbatches leave no name open.
+
+    The rule: where one factor has several reasons, the code is tried with one microbatch more, and
+    with one rank more, as far as it takes them. A reason counts as found only where the factor
+    moves with its number: one that stays as it is may be written down in the code.
+    """
+    finite = [pair for pair in seen.values() if np.isfinite(pair[1]).all()]
+    ranks, microbatches, _ = finite[0][0].shape
+    reasons = [each for each in matches(finite, rtol=rtol) if each.scheme is RIGHT]
+    named = bool(reasons) and found.convention == reasons[0].convention
+    if not named or len(reasons) == 1 or min(ranks, microbatches) == 1:
+        return found
+    for more in ((ranks, microbatches + 1), (ranks + 1, microbatches)):
+        label, weights = next(iter(probes(*more).items()))
+        try:
+            counted = _count(gradient_of, label, weights)
+        except Exception:  # whatever it is: not all code can be called with other numbers
+            continue
+        fit = [each for each in reasons if deviation(counted, each.counted(weights)) <= rtol]
+        moved = [each for each in fit if find_factor(each.powers, *more) != each.factor]
+        if moved:
+            return _settle(found, moved[0], reasons)
+        if any(each.powers == (0, 0) for each in fit):
+            break  # right with other numbers too
+    return found
+
+
+# What JAX's arrays do not have and torch's tensors do.
+_OF_TENSORS = ("backward", "requires_grad", "detach", "clone", "grad", "cpu", "float", "double")
+
+
+def _comes_from_torch(error: Exception) -> bool:
+    """Whether it was raised because torch was given arrays of JAX, or JAX torch's tensors."""
+    if "torch" not in sys.modules:
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
+    if any(name.split(".")[0] == "torch" for name in modules):
+        return True
+    if isinstance(error, AttributeError):
+        name = error.name or ""
+        return isinstance(error.obj, jax.Array) and name.rstrip("_").startswith(_OF_TENSORS)
+    return isinstance(error, TypeError) and "Tensor" in str(error)
+
+
+def _settle(found: Diagnosis, reason: Match, reasons: Sequence[Match]) -> Diagnosis:
+    """The diagnosis with one reason for its factor."""
+    ruled_out = {each.convention for each in reasons} - {reason.convention}
+    left = tuple(name for name in found.alternatives if name not in ruled_out)
+    left = tuple(name for name in left if name != reason.convention)
+    if reason.convention == "unknown":
+        words = f"{put_in_words(reason)}, which is {reason.factor:.4g} with these numbers"
+        return replace(
+            unknown(words, notes=found.notes, alternatives=left),
+            factor=reason.factor,
+            shown=found.shown,
+            weights=found.weights,
+            counted=found.counted,
+        )
+    return replace(
+        found,
+        convention=reason.convention,
+        advice=advise(reason, left),
+        words=put_in_words(reason),
+        alternatives=left,
+    )
+
+
+def say_unsteady(**table: Any) -> Diagnosis:
+    """The diagnosis of code that does not give one gradient for one input."""
     return unknown(
         "another gradient each time it is called with the same input: it is noisy or keeps a state",
         advice="Take the noise out (a fixed key, no dropout) and give every call a state of its "
@@ -166,133 +279,9 @@ def _say_unsteady(**table: Any) -> Diagnosis:
     )
 
 
-def diagnose_step(
-    step: Callable[[Any, Any], Any],
-    params: PyTree,
-    batch: Batch,
-    *,
-    loss_of_example: Callable[[Any, Any], Any],
-    ranks: int | Sequence[int],
-    microbatches: int | Sequence[int] = 1,
-    learning_rate: float | None = None,
-    rtol: float = 1e-3,
-) -> Diagnosis:
-    """The convention of a whole training step, run on its own model and batch.
-
-    The rule: the step's gradient is solved for what each row counted (`effective_weights`), and the
-    counts are named (`diagnose_weights`). Nothing is assumed of the step but that it is plain SGD,
-    or hands its gradient out.
-
-    Args:
-        step: `step(params, batch)` returns the parameters after one step of SGD at `learning_rate`;
-            or, with `learning_rate=None`, the gradient itself. The same structure as `params`, or a
-            tuple that begins with it. It is given copies, which it may donate; and it is called
-            again if its counts have no name, to find steps that are noisy or keep a state.
-        params: the parameters, a pytree.
-        batch: the rows of one step over all ranks. Unequal weights on ranks and microbatches tell
-            most. Every row's gradient must be its own: fewer rows than parameters, no copies.
-        loss_of_example: `loss_of_example(params, example)` is the scalar loss of one row of
-            `batch.data`, without weight and without leading axis.
-        ranks: the rank of each row; or how many ranks hold equal runs of rows, in order.
-        microbatches: the microbatch of each row; or how many hold equal runs of a rank's rows.
-        learning_rate: the step's; 1.0 loses least to rounding.
-        rtol: how exactly counts must fit, relative to the largest.
-
-    Returns:
-        A `Diagnosis`, its table over the batch's own rows.
-
-    Raises:
-        ValueError: rows cannot be dealt as told, their counts cannot be solved for, or `rtol` is
-            not in `[0, 1)`.
-        TypeError: `batch` is no `Batch`.
-
-    Example:
-        >>> x = np.array([[1.0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 2], [1, 1, 1, 0]])
-        >>> batch = Batch.of(x, weights=np.array([1, 1, 1, 0]))
-        >>> def mean_of_rank_means(w, batch):  # two rows on each of two ranks
-        ...     def loss(w, x, weights):
-        ...         return jnp.sum((x @ w) * weights) / weights.sum()
-        ...     first = jax.grad(loss)(w, batch.data[:2], batch.weights[:2])
-        ...     return (first + jax.grad(loss)(w, batch.data[2:], batch.weights[2:])) / 2
-        >>> found = diagnose_step(
-        ...     mean_of_rank_means, jnp.ones(4), batch, loss_of_example=lambda w, x: x @ w, ranks=2
-        ... )
-        >>> found.convention, found.counted.sum(axis=-1).round(2).tolist()
-        ('mean_of_means', [[0.5], [0.5]])
-    """
-    check_batch("diagnose_step: batch must be a Batch", batch)
-    check_rtol("diagnose_step: rtol", rtol)
-    if learning_rate is not None and not (np.isfinite(learning_rate) and learning_rate):
-        raise ValueError(
-            f"diagnose_step: learning_rate must be finite and not 0, got {learning_rate}. It is "
-            "the step's own; leave it out where the step returns its gradient."
-        )
-    weights = np.asarray(batch.weights, float)
-    rank, num_ranks = _assign_rows("ranks", ranks, np.zeros(len(weights), int))
-    micro, num_micro = _assign_rows("microbatches", microbatches, rank)
-    part = rank * num_micro + micro
-    order = np.argsort(part, kind="stable")
-    place = np.empty_like(part)
-    place[order] = np.arange(len(part)) - np.searchsorted(part[order], part[order])
-
-    own = per_example_gradients(loss_of_example, params, batch.data)
-    shape = (num_ranks, num_micro, int(place.max()) + 1)
-    laid_out, counted = np.zeros(shape), np.zeros(shape)
-    laid_out[rank, micro, place] = weights
-    gradient = _gradient_of_step(step, params, batch, learning_rate)
-
-    def is_unsteady() -> bool:
-        again = _gradient_of_step(step, params, batch, learning_rate)
-        one, two = (_flatten(each) for each in (gradient, again))
-        return not deviation(two, one) <= rtol
-
-    try:
-        counted[rank, micro, place] = effective_weights(gradient, own, rtol=rtol)
-    except ValueError:  # no such sum: which noise explains better than what the error would say
-        if is_unsteady():
-            return _say_unsteady()
-        raise
-    found = replace(diagnose_weights(counted, laid_out, rtol=rtol), shown="the batch is yours")
-    if found.convention == "unknown" and is_unsteady():
-        return _say_unsteady(shown=found.shown, weights=laid_out, counted=counted)
-    return found
-
-
-def _gradient_of_step(
-    step: Callable[[Any, Any], Any], params: PyTree, batch: Batch, learning_rate: float | None
-) -> PyTree:
-    """The gradient that a step applied to copies of its own, which it may donate."""
-
-    def copy(leaf: Any) -> Any:
-        return jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.copy(leaf)
-
-    result = step(jax.tree.map(copy, params), jax.tree.map(copy, batch))
-    structure = jax.tree.structure(params)
-    if jax.tree.structure(result) != structure and isinstance(result, tuple) and result:
-        result = result[0]  # (parameters, metrics), as most steps return it
-    if jax.tree.structure(result) != structure:
-        raise ValueError(
-            "diagnose_step: step must return the parameters, or the gradient where there is no "
-            f"learning_rate, in the structure of params, got {jax.tree.structure(result)} for "
-            f"{structure}. Return them alone, or first in a tuple: lambda params, batch: "
-            "train_step(state_of(params), batch)[0].params."
-        )
-    if learning_rate is None:
-        return result
-    return jax.tree.map(
-        lambda before, after: (
-            (np.asarray(before, float) - np.asarray(after, float)) / learning_rate
-        ),
-        params,
-        result,
-    )
-
-
-def _flatten(tree: PyTree) -> np.ndarray:
-    return np.concatenate([np.ravel(np.asarray(leaf, float)) for leaf in jax.tree.leaves(tree)])
-
-
 def _loss(params: Array, tokens: Array) -> Array:
+    if any(type(each).__module__.split(".")[0] == "torch" for each in (params, tokens)):
+        raise TypeError("token_loss takes arrays of JAX, got a Tensor of torch")
     # No indexing, which explicitly sharded meshes refuse; exact, since one_hot is of 0 and 1.
     return jnp.dot(
         jax.nn.one_hot(tokens, params.size, dtype=params.dtype), params, precision="highest"
@@ -343,27 +332,3 @@ def _check_gradient(gradient: Any, shape: tuple[int, ...]) -> np.ndarray:
             "one rank holds it, without the loss."
         )
     return np.asarray(leaves[0], float)
-
-
-def _assign_rows(
-    name: str, given: int | Sequence[int], within: np.ndarray
-) -> tuple[np.ndarray, int]:
-    """Each row's number, and how many numbers there are: as given, or equal runs of a group."""
-    if not isinstance(given, int | np.integer):
-        numbers = np.asarray(given)
-        if numbers.shape != within.shape or numbers.dtype.kind not in "iu" or numbers.min() < 0:
-            raise ValueError(
-                f"diagnose_step: {name} must be one integer of at least 0 per row, got "
-                f"{numbers.tolist()} for {len(within)} rows. Count from zero."
-            )
-        return numbers, int(numbers.max()) + 1
-    sizes = np.bincount(within)
-    if given < 1 or (sizes % given).any():
-        raise ValueError(
-            f"diagnose_step: {name} must divide the rows {sizes.tolist()} into equal runs, got "
-            f"{given}. Give one number per row instead."
-        )
-    numbers = np.empty_like(within)
-    for group, size in enumerate(sizes):
-        numbers[within == group] = np.arange(size) * given // max(size, 1)
-    return numbers, given

@@ -196,7 +196,7 @@ class StepOptions:
             return None
         leaves = jax.tree.leaves(params)
         # None for what is traced in somebody's own jit, and so lies nowhere yet
-        shardings = jax.tree.leaves(placement, is_leaf=lambda node: node is None)
+        shardings = jax.tree.structure(params).flatten_up_to(placement)
         pairs = zip(leaves, shardings, strict=True)
         specs = [meshes.spec_over(sharding, self.axis_name, leaf.ndim) for leaf, sharding in pairs]
         if all(spec == PartitionSpec() for spec in specs):

@@ -1,6 +1,6 @@
 """One optimizer step over all ranks: the global gradient, applied once, or skipped when empty."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -272,6 +272,37 @@ def make_train_step(
         _statistics_of_variables(options, names),
     )
 
+    step = step_state(gradient_of, options, names, grad_norm=grad_norm)
+
+    def check(
+        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
+    ) -> None:
+        del replicated  # anything that a loss function may be given
+        _check_state(state, names)
+        find_scale(state)
+        check_call(batch, rng, options)
+        check_optimizer(state.tx, state.opt_state, extra)
+
+    return TrainStep(CompiledStep(step, options.mesh, options.rows, check=check, donate=donate))
+
+
+def step_state(
+    gradient_of: Callable[..., Any], options: StepOptions, names: Sequence[str], *, grad_norm: bool
+) -> Callable[..., tuple[Any, StepReport]]:
+    """A step of anything that is like a train state, to be compiled.
+
+    Args:
+        gradient_of: `global_step` of the loss.
+        options: how it is run.
+        names: the fields of the state that the loss updates beside the parameters.
+        grad_norm: whether the norm of the gradient is reported.
+
+    Returns:
+        `step(placement, state, batch, rng, extra, replicated) -> (state, StepReport)`, of a state
+        with the fields `params`, `opt_state`, `tx` and those of `names`, perhaps a `step` and a
+        `DynamicScale`; with `replace(**fields)` and `apply_gradients(grads=, **fields)`.
+    """
+
     def step(
         placement: Any,
         state: Any,
@@ -320,16 +351,7 @@ def make_train_step(
         norm = global_norm(gradients) if grad_norm else None
         return state.replace(**changed), replace(report, stepped=stepped, grad_norm=norm)
 
-    def check(
-        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
-    ) -> None:
-        del replicated  # anything that a loss function may be given
-        _check_state(state, names)
-        find_scale(state)
-        check_call(batch, rng, options)
-        check_optimizer(state.tx, state.opt_state, extra)
-
-    return TrainStep(CompiledStep(step, options.mesh, options.rows, check=check, donate=donate))
+    return step
 
 
 def _with_collections(loss_fn: LossFn, options: StepOptions, names: tuple[str, ...]) -> LossFn:
@@ -384,7 +406,7 @@ def _check_state(state: Any, names: tuple[str, ...]) -> None:
         raise TypeError(
             f"train step: state must be a flax TrainState, got {type(state).__name__}. "
             "TrainState.create(apply_fn=..., params=..., tx=...) makes one; for an nnx.Module "
-            "there is make_nnx_train_step."
+            "there is make_nnx_train_step, for params and opt_state alone make_optax_step."
         )
     for name in names:
         if not hasattr(state, name):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from reductions import CASES, KNOWN
 
-from jax_ddp_weighting.testing.conventions import candidates, probes
+from jax_ddp_weighting.testing.conventions import WEIGHTS, candidates, probes
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -20,9 +20,10 @@ def test_the_reductions_are_those_of_the_recorded_cases(key, case):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
-def test_candidates_of_different_names_are_equal_or_far_apart(ranks, microbatches):
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_candidates_of_different_names_are_equal_or_far_apart(ranks, microbatches, weights):
     # so that a tolerance of 1e-5 leaves no doubt
-    laid_out = list(probes(ranks, microbatches).values())
+    laid_out = list(probes(ranks, microbatches, weights).values())
     found = candidates(ranks, microbatches)
     seen = np.array(
         [
@@ -36,4 +37,5 @@ def test_candidates_of_different_names_are_equal_or_far_apart(ranks, microbatche
     gaps = gaps.max(axis=-1)
     names = np.array([each.convention for each in found])
     gaps = gaps[names[:, None] != names[None]]
-    assert gaps[gaps > 1e-9].min(initial=1.0) > 0.05
+    # masks of few tokens on many ranks part some of them by a little less
+    assert gaps[gaps > 1e-9].min(initial=1.0) > {"any": 0.05, "binary": 0.03}[weights]

@@ -1,0 +1,288 @@
+"""A whole training step's convention, named: what each row of its own batch counted.
+
+A gradient is linear in what each row counts, so that least squares finds the counts of a real model
+on a real batch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from jax_ddp_weighting._arguments import check_at_least, check_rtol
+from jax_ddp_weighting.data.batch import Batch, check_batch
+from jax_ddp_weighting.testing.conventions import deviation
+from jax_ddp_weighting.testing.diagnosis import Diagnosis, diagnose_weights
+from jax_ddp_weighting.testing.per_example import effective_weights, per_example_gradients
+from jax_ddp_weighting.testing.probing import say_unsteady
+from jax_ddp_weighting.testing.trials import prepare_trial
+from jax_ddp_weighting.weighting.sums import WeightedSum
+
+
+def diagnose_step(
+    step: Callable[..., Any],
+    params: PyTree,
+    batch: Batch,
+    *,
+    loss_of_example: Callable[..., Any],
+    ranks: int | Sequence[int],
+    microbatches: int | Sequence[int] = 1,
+    calls: int = 1,
+    learning_rate: float | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    rng: Any = None,
+    keys: Any = None,
+    rtol: float = 1e-3,
+) -> Diagnosis:
+    """The convention of a whole training step, run on its own model and batch.
+
+    The rule: the step's gradient is solved for what each row counted (`effective_weights`), and the
+    counts are named (`diagnose_weights`). The gradient is what the step hands to its optimizer. Of
+    a state that holds its optimizer one is put in its place for the trial, which keeps what it is
+    given and moves nothing, inside `optax.MultiSteps` too. A step that holds its own is run with
+    it, and the update is undone, where SGD, momentum or Adam made it.
+
+    Args:
+        step: the training step. It is given copies, which it may donate; and it is called again if
+            its counts have no name, to find steps that are noisy or keep a state. By `params` it is
+            called as
+
+            - `step(params, batch)`, and returns the parameters after one step of SGD at
+              `learning_rate`, or with None the gradient itself, alone or first in a tuple;
+            - `step(state, batch)`, and returns the train state, alone or in a tuple;
+            - `step(params, opt_state, batch)` with `optimizer`, and returns both in a tuple;
+            - `step(model, optimizer, batch)` of nnx, and updates both in place;
+            - `step(model, batch)` of nnx, and updates the model in place by SGD at `learning_rate`,
+              or returns the gradient.
+        params: the parameters, a pytree; or a train state, with fields `params` and `opt_state` (of
+            flax's the optimizer is put on trial); `(params, opt_state)`; an `nnx.Module`; or
+            `(model, optimizer)` of nnx.
+        batch: the rows of one step over all ranks. Unequal weights on ranks and microbatches tell
+            most. Every row's gradient must be its own: fewer rows than parameters, no copies. (Rows
+            of weight 0 may be copies of others, as padding is; what they count is then counted with
+            those.)
+        loss_of_example: `loss_of_example(params, example)` is the scalar loss of one row of
+            `batch.data`, without weight and without leading axis; or the row's `WeightedSum`, such
+            as `weighted_sum(losses, is_token)` of its tokens: the row then weighs `batch.weights`
+            times the weight of that sum. For nnx it is given the model.
+        ranks: the rank of each row; or how many ranks hold equal runs of rows, in order.
+        microbatches: the microbatch of each row; or how many hold equal runs of a rank's rows.
+        calls: how many calls of the step make one update. Each is given the rows of its own
+            microbatches, in order, as a batch: of as many of them as divide by the calls; where
+            `microbatches` is 1, of one each.
+        learning_rate: the step's, if it is plain SGD; 1.0 loses least to rounding.
+        optimizer: the optax optimizer that the step applies, to be undone; that inside of a window.
+        rng: one key, handed to the step after the batch, the same at every call.
+        keys: one key for each row, handed to `loss_of_example` after the example: those that the
+            step draws with. Else leave dropout out, in the step and in the loss.
+        rtol: how exactly counts must fit, relative to the largest.
+
+    Returns:
+        A `Diagnosis`, its table over the batch's own rows.
+
+    Raises:
+        ValueError: rows cannot be dealt as told, their counts cannot be solved for, the update
+            cannot be undone, a window did not close, the step returns something else, or `rtol` is
+            not in `[0, 1)`.
+        TypeError: `batch` is no `Batch`, or a row's loss neither a scalar nor one `WeightedSum`.
+
+    Example:
+        >>> x = np.array([[1.0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 2], [1, 1, 1, 0]])
+        >>> batch = Batch.of(x, weights=np.array([1, 1, 1, 0]))
+        >>> def mean_of_rank_means(w, batch):  # two rows on each of two ranks
+        ...     def loss(w, x, weights):
+        ...         return jnp.sum((x @ w) * weights) / weights.sum()
+        ...     first = jax.grad(loss)(w, batch.data[:2], batch.weights[:2])
+        ...     return (first + jax.grad(loss)(w, batch.data[2:], batch.weights[2:])) / 2
+        >>> found = diagnose_step(
+        ...     mean_of_rank_means, jnp.ones(4), batch, loss_of_example=lambda w, x: x @ w, ranks=2
+        ... )
+        >>> found.convention, found.counted.sum(axis=-1).round(2).tolist()
+        ('mean_of_means', [[0.5], [0.5]])
+
+        A step that takes a train state, donates it, and is given its own optimizer:
+
+        >>> import optax
+        >>> from flax.training.train_state import TrainState
+        >>> def train_step(state, batch):
+        ...     grads = {"w": mean_of_rank_means(state.params["w"], batch)}
+        ...     return state.apply_gradients(grads=grads), {"first": grads["w"][0]}
+        >>> params = {"w": jnp.ones(4)}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
+        >>> found = diagnose_step(
+        ...     jax.jit(train_step, donate_argnums=0),
+        ...     state,
+        ...     batch,
+        ...     loss_of_example=lambda params, x: x @ params["w"],
+        ...     ranks=2,
+        ... )
+        >>> found.convention
+        'mean_of_means'
+    """
+    check_batch("diagnose_step: batch must be a Batch", batch)
+    check_rtol("diagnose_step: rtol", rtol)
+    if learning_rate is not None and not (np.isfinite(learning_rate) and learning_rate):
+        raise ValueError(
+            f"diagnose_step: learning_rate must be finite and not 0, got {learning_rate}. It is "
+            "the step's own; leave it out where the step returns its gradient."
+        )
+    check_at_least(
+        "diagnose_step: calls", calls, 1, "1 is a step of one call.", kind="an integer, "
+    )
+    if isinstance(microbatches, int) and microbatches == 1:
+        microbatches = calls
+    weights = np.asarray(batch.weights, float)
+    if weights.ndim != 1:
+        raise ValueError(
+            f"diagnose_step: batch must have one weight for each row, got shape {weights.shape}. "
+            "What several examples in a row weigh is the weight of loss_of_example's WeightedSum."
+        )
+    rank, num_ranks = _assign_rows("ranks", ranks, np.zeros(len(weights), int))
+    micro, num_micro = _assign_rows("microbatches", microbatches, rank)
+    if num_micro % calls:
+        raise ValueError(
+            f"diagnose_step: calls must divide the {num_micro} microbatches, got {calls}. Each "
+            "call is given as many of them."
+        )
+    dealt = micro // (num_micro // calls)
+    batches = [_take(batch, np.flatnonzero(dealt == call)) for call in range(calls)]
+    if calls == 1:
+        batches = [batch]
+    part = rank * num_micro + micro
+    order = np.argsort(part, kind="stable")
+    place = np.empty_like(part)
+    place[order] = np.arange(len(part)) - np.searchsorted(part[order], part[order])
+
+    own_params, wrt, gradient_of = prepare_trial(
+        params, learning_rate=learning_rate, optimizer=optimizer
+    )
+    own, row_weights = _differentiate_rows(loss_of_example, own_params, batch.data, keys, wrt)
+    rest = () if rng is None else (rng,)
+    shape = (num_ranks, num_micro, int(place.max()) + 1)
+    laid_out, counted = np.zeros(shape), np.zeros(shape)
+    laid_out[rank, micro, place] = weights * row_weights
+    rows = _find_solvable(own, laid_out[rank, micro, place])
+    shown = jax.tree.map(lambda leaf: leaf[rows], own)
+
+    def run() -> PyTree:
+        leaves = gradient_of(step, batches, rest)
+        structure = jax.tree.structure(own)
+        if len(leaves) != structure.num_leaves:
+            raise ValueError(
+                "diagnose_step: step must have one gradient for each parameter that "
+                f"loss_of_example has, got {len(leaves)} for {structure.num_leaves}. Parameters "
+                "that are frozen are left out of both."
+            )
+        return jax.tree.unflatten(structure, leaves)
+
+    gradient = run()
+
+    def is_unsteady() -> bool:
+        one, two = (_flatten(each) for each in (gradient, run()))
+        return not deviation(two, one) <= rtol
+
+    try:
+        solved = effective_weights(gradient, shown, rtol=rtol)
+    except ValueError:  # no such sum: which noise explains better than what the error would say
+        if is_unsteady():
+            return say_unsteady()
+        raise
+    counted[rank[rows], micro[rows], place[rows]] = solved
+    found = replace(diagnose_weights(counted, laid_out, rtol=rtol), shown="the batch is yours")
+    if found.convention == "unknown" and is_unsteady():
+        return say_unsteady(shown=found.shown, weights=laid_out, counted=counted)
+    return found
+
+
+def _take(batch: Batch, rows: np.ndarray) -> Batch:
+    return jax.tree.map(lambda leaf: leaf[rows], batch)
+
+
+def _differentiate_rows(
+    loss_of_example: Callable[..., Any], params: Any, data: PyTree, keys: Any, wrt: Any
+) -> tuple[PyTree, np.ndarray]:
+    """Each row's gradient of its mean, `[rows, ...]`, and its weight in the units of its loss."""
+    examples = data if keys is None else (data, keys)
+
+    def losses_of(params: Any, example: Any) -> tuple[Any, Any]:
+        given = (example,) if keys is None else example
+        found = loss_of_example(params, *given)
+        if isinstance(found, WeightedSum):
+            return found.total, found.weight
+        if isinstance(found, Mapping) or np.shape(found) != ():
+            shape = "" if isinstance(found, Mapping) else f" of shape {np.shape(found)}"
+            raise TypeError(
+                "diagnose_step: loss_of_example must return a scalar or one WeightedSum, got "
+                f"{type(found).__name__}{shape}. weighted_sum(losses, weights) is that of a row's "
+                "tokens; of a loss of several terms give the one that the step takes."
+            )
+        return found, 1.0
+
+    own = per_example_gradients(lambda p, x: losses_of(p, x)[0], params, examples, wrt=wrt)
+    weights = jax.vmap(lambda x: jnp.asarray(losses_of(params, x)[1], float))(examples)
+    weights = np.asarray(weights, float)
+    if not np.isfinite(weights).all() or (weights < 0).any():
+        raise ValueError(
+            "diagnose_step: loss_of_example must return weights that are finite and at least 0, "
+            f"got {weights.tolist()}. They are the counts of a row's tokens."
+        )
+    size = np.where(weights > 0, weights, 1.0)
+
+    def divide(leaf: Any) -> np.ndarray:
+        leaf = np.asarray(leaf)
+        of_rows = size.reshape(-1, *[1] * (leaf.ndim - 1))
+        return leaf if (size == 1).all() else (leaf / of_rows.astype(leaf.dtype))
+
+    return jax.tree.map(divide, own), weights
+
+
+def _find_solvable(own: PyTree, weights: np.ndarray) -> np.ndarray:
+    """The rows whose counts are solved for: all but those of weight 0 that cannot show.
+
+    A row without any gradient counts nothing, whatever is done to it; of copies one stays, with
+    which the others are counted; and what is not finite in a row of weight 0 shows in the step.
+    """
+    leaves = [np.asarray(leaf, float).reshape(len(weights), -1) for leaf in jax.tree.leaves(own)]
+    rows = np.concatenate(leaves, axis=1) if leaves else np.zeros((len(weights), 0))
+    kept: list[int] = []
+    seen: set[bytes] = set()
+    for row in [*np.flatnonzero(weights), *np.flatnonzero(weights == 0)]:
+        name = rows[row].tobytes()
+        hidden = not rows[row].any() or not np.isfinite(rows[row]).all() or name in seen
+        if weights[row] or not hidden:
+            kept.append(int(row))
+            seen.add(name)
+    return np.sort(np.array(kept, int))
+
+
+def _flatten(tree: PyTree) -> np.ndarray:
+    return np.concatenate([np.ravel(np.asarray(leaf, float)) for leaf in jax.tree.leaves(tree)])
+
+
+def _assign_rows(
+    name: str, given: int | Sequence[int], within: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Each row's number, and how many numbers there are: as given, or equal runs of a group."""
+    if not isinstance(given, int | np.integer):
+        numbers = np.asarray(given)
+        if numbers.shape != within.shape or numbers.dtype.kind not in "iu" or numbers.min() < 0:
+            raise ValueError(
+                f"diagnose_step: {name} must be one integer of at least 0 per row, got "
+                f"{numbers.tolist()} for {len(within)} rows. Count from zero."
+            )
+        return numbers, int(numbers.max()) + 1
+    sizes = np.bincount(within)
+    if given < 1 or (sizes % given).any():
+        raise ValueError(
+            f"diagnose_step: {name} must divide the rows {sizes.tolist()} into equal runs, got "
+            f"{given}. Give one number per row instead."
+        )
+    numbers = np.empty_like(within)
+    for group, size in enumerate(sizes):
+        numbers[within == group] = np.arange(size) * given // max(size, 1)
+    return numbers, given
