@@ -100,14 +100,18 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "train/epoch.py",
+        "train/epoch_program.py",
         ("train/test_epoch.py",),
         (
             "the noise of one step in all",
-            "jax.random.fold_in(jax.random.fold_in(rng, epoch), number)",
-            "jax.random.fold_in(rng, epoch)",
+            "jax.random.fold_in(jax.random.fold_in(rng, turn.epochs), turn.steps)",
+            "jax.random.fold_in(rng, turn.epochs)",
             "train/test_epoch.py::test_the_state_is_that_of_the_loop",
         ),
+    ),
+    *of(
+        "data/device_rows.py",
+        ("train/test_epoch.py",),
         (
             "rows added up as floats over devices",
             "if jnp.issubdtype(leaf.dtype, jnp.floating):",
