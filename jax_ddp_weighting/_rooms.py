@@ -41,9 +41,9 @@ PUBLIC = {
         *("read_parts", "write_part"),
     ),
     "testing": (
-        *("CONVENTIONS", "Diagnosis", "LeafDifference", "ParityError", "ParityReport"),
-        *("check_additive", "check_gradients", "diagnose", "diagnose_step", "diagnose_weights"),
-        *("effective_weights", "per_example_gradients"),
+        *("CONVENTIONS", "Diagnosis", "LeafDifference", "NameMap", "ParityError", "ParityReport"),
+        *("check_additive", "check_gradients", "compare_gradients", "diagnose", "diagnose_step"),
+        *("diagnose_weights", "effective_weights", "per_example_gradients", "torch_names"),
     ),
     "_errors": ("JdwError",),
     "_version": ("__version__",),

@@ -4,21 +4,27 @@ from jax_ddp_weighting.testing.additivity import check_additive
 from jax_ddp_weighting.testing.comparison import LeafDifference, ParityError, ParityReport
 from jax_ddp_weighting.testing.conventions import CONVENTIONS
 from jax_ddp_weighting.testing.diagnosis import Diagnosis, diagnose_weights
+from jax_ddp_weighting.testing.gradient_comparison import compare_gradients
+from jax_ddp_weighting.testing.name_map import NameMap
 from jax_ddp_weighting.testing.parity import check_gradients
 from jax_ddp_weighting.testing.per_example import effective_weights, per_example_gradients
 from jax_ddp_weighting.testing.probing import diagnose, diagnose_step
+from jax_ddp_weighting.testing.torch_naming import torch_names
 
 __all__ = [
     "CONVENTIONS",
     "Diagnosis",
     "LeafDifference",
+    "NameMap",
     "ParityError",
     "ParityReport",
     "check_additive",
     "check_gradients",
+    "compare_gradients",
     "diagnose",
     "diagnose_step",
     "diagnose_weights",
     "effective_weights",
     "per_example_gradients",
+    "torch_names",
 ]
