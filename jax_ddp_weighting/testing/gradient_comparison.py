@@ -182,6 +182,8 @@ def _explain(
     for name, each in wrong.items():
         a, b = _widen(one[name]), _widen(two[name])
         allowed = max(each.rtol, 1e-6) * max(measure(b), np.finfo(float).tiny)
+        if _near(a, b, allowed):
+            continue  # too near for its layout to be what is wrong
         words = _name_rearrangement(a, b, allowed)
         others = [
             other

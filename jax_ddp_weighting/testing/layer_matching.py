@@ -301,16 +301,27 @@ def _pair_in_order(torch: list[_Node], flax: list[_Node], classes: _Classes) -> 
 
 
 def _open(torch: list[_Node], flax: list[_Node], classes: _Classes) -> bool:
-    """Puts the parts of modules without a counterpart in their places; whether there were any."""
-    opened = False
+    """Puts the parts of a module without a counterpart in its place; whether there was one.
+
+    The largest, and its likes: what holds most is around what holds less.
+    """
     counts = [Counter(map(classes.of, nodes)) for nodes in (torch, flax)]
-    for nodes, others in ((torch, counts[1]), (flax, counts[0])):
+    sides = (torch, counts[1]), (flax, counts[0])
+    alone = [
+        classes.of(node)
+        for nodes, others in sides
+        for node in nodes
+        if node.parts and classes.of(node) not in others
+    ]
+    if not alone:
+        return False
+    largest = max(alone, key=len)
+    for nodes, _ in sides:
         for node in list(nodes):
-            if node.parts and classes.of(node) not in others:
+            if node.parts and classes.of(node) == largest:
                 nodes.remove(node)
                 nodes += [_inside(node, part) for part in node.parts]
-                opened = True
-    return opened
+    return True
 
 
 def _inside(node: _Node, part: _Node) -> _Node:

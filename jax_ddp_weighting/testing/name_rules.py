@@ -190,9 +190,10 @@ class _Place:
 def _find_places(rule: Rule, torch: list[TorchLayer]) -> list[_Place]:
     pattern = rule.key.split(".")
     found: dict[tuple[str, ...], list[TorchLayer]] = {}
-    for layer in torch:
+    exactly = [layer for layer in torch if layer.alias == rule.key]
+    for layer in exactly or torch:
         alias = layer.alias.split(".") if layer.alias else []
-        for path in (list(layer.path), alias):
+        for path in (alias, list(layer.path)):
             head = path[: len(pattern)]
             if len(head) == len(pattern) and all(
                 want in ("*", got) for want, got in zip(pattern, head, strict=True)

@@ -193,6 +193,7 @@ def _write_map(
     place = {name: number for number, name in enumerate(shapes)}
     linked.sort(key=lambda each: (place[each[0].pieces[0].name], each[0].pieces[0].rows or (0, 0)))
     done = {str(piece) for link, _ in linked for piece in link.pieces}
+    done |= {str(piece) for each in found.matched for piece in each.torch.pieces.values()}
     done |= {*left_out, *shared}
     used = {link.leaf.index for link, _ in linked}
 
