@@ -43,7 +43,8 @@ PUBLIC = {
     "testing": (
         *("CONVENTIONS", "Diagnosis", "LeafDifference", "NameMap", "ParityError", "ParityReport"),
         *("check_additive", "check_gradients", "compare_gradients", "diagnose", "diagnose_step"),
-        *("diagnose_weights", "effective_weights", "per_example_gradients", "torch_names"),
+        *("diagnose_torch", "diagnose_weights", "effective_weights", "per_example_gradients"),
+        *("record", "torch_names"),
     ),
     "_errors": ("JdwError",),
     "_version": ("__version__",),

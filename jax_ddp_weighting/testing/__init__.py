@@ -9,7 +9,9 @@ from jax_ddp_weighting.testing.name_map import NameMap
 from jax_ddp_weighting.testing.parity import check_gradients
 from jax_ddp_weighting.testing.per_example import effective_weights, per_example_gradients
 from jax_ddp_weighting.testing.probing import diagnose, diagnose_step
+from jax_ddp_weighting.testing.recording import record
 from jax_ddp_weighting.testing.torch_naming import torch_names
+from jax_ddp_weighting.testing.torch_probing import diagnose_torch
 
 __all__ = [
     "CONVENTIONS",
@@ -23,8 +25,10 @@ __all__ = [
     "compare_gradients",
     "diagnose",
     "diagnose_step",
+    "diagnose_torch",
     "diagnose_weights",
     "effective_weights",
     "per_example_gradients",
+    "record",
     "torch_names",
 ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from jaxtyping import PyTree
@@ -96,7 +97,7 @@ def read_flax_tree(params: PyTree) -> FlaxTree:
         path = path_of(keys)
         names.append("/".join(path))
         shapes.append(tuple(np.shape(value)))
-        if hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             kept[index] = value
             continue
         own = path[1:] if collections else path

@@ -50,12 +50,21 @@ class _Node:
 
 @dataclass(frozen=True)
 class Matched:
-    """Two layers that are one: how they go together, and what told so."""
+    """Two layers that are one: how they go together, and what told so.
+
+    Attributes:
+        torch: torch's.
+        flax: flax's.
+        fit: how they go together.
+        by: what told: a rule, their name, shape or order.
+        kind_told: whether a rule said how they lie.
+    """
 
     torch: TorchLayer
     flax: FlaxLayer
     fit: Fit
     by: str
+    kind_told: bool = False
 
 
 @dataclass(frozen=True)
@@ -380,7 +389,7 @@ def settle_kinds(found: Matching, fits_of: FitsOf) -> Matching:
             names = each.torch.name, each.flax.name
             doubted |= each.torch.type_name.startswith("ConvTranspose")
             doubted |= any(map(_TRANSPOSED.search, names))
-        if doubted and each.by != "rule":
+        if doubted and not each.kind_told:
             words = f"equal sizes fit as {' and as '.join(kinds)}: {_OTHER_WAY[other]}; say which"
             settled.unclear.append(Unclear((each.torch,), (each.flax,), words))
         else:

@@ -184,7 +184,7 @@ class NameMap:
         self._check_complete("gradients", gradients=True)
         trained = [link for link in self._links if link.leaf.trained]
         wanted = {piece.name for link in trained for piece in link.pieces}
-        named = {strip_wrappers(name): value for name, value in named_gradients.items()}
+        named = _strip("gradients", named_gradients, "named_gradients")
         for alias, name in self.shared.items():  # torch names one of them, and it is either
             if alias in named and name not in named:
                 named[name] = named.pop(alias)
@@ -251,12 +251,7 @@ class NameMap:
         self, caller: str, given: Mapping[str, Any], wanted: set[str], argument: str
     ) -> dict[str, np.ndarray]:
         """The arrays that are wanted, of the shapes that were seen."""
-        if not isinstance(given, Mapping):
-            raise TypeError(
-                f"{caller}: {argument} must be a dict by torch's names, got "
-                f"{type(given).__name__}. For instance: dict(model.state_dict())."
-            )
-        named = {strip_wrappers(name): value for name, value in given.items()}
+        named = _strip(caller, given, argument)
         optional = {*self.shared, *self.left_out}
         missing = [name for name in self._shapes if name in wanted - optional and name not in named]
         strange = [name for name in named if name not in self._shapes]
@@ -321,6 +316,15 @@ class NameMap:
             if np.array_equal(sum(seen[1:], start=seen[0]), value):
                 return seen[link.pieces.index(piece)]
         return value if piece == link.pieces[0] else np.zeros_like(value)
+
+
+def _strip(caller: str, given: Mapping[str, Any], argument: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{caller}: {argument} must be a dict by torch's names, got {type(given).__name__}. "
+            "For instance: dict(model.state_dict())."
+        )
+    return {strip_wrappers(name): value for name, value in given.items()}
 
 
 def _take(values: Mapping[str, np.ndarray], piece: Piece) -> np.ndarray:

@@ -50,10 +50,13 @@ def read_rules(rules: Rules | None) -> list[Rule]:
     """The rules, the most special first: whole names before stars, long ones before short."""
     found = []
     for key, value in (rules or {}).items():
-        parts = value if isinstance(value, tuple | list) else (value,)
-        target, kind, channels = (*parts, "", ())[:3] if len(parts) < 3 else parts
-        target_ok = (target is None and len(parts) == 1) or isinstance(target, str)
-        if not isinstance(key, str) or not target_ok or kind not in ("", *KINDS) or len(parts) > 3:
+        parts = tuple(value) if isinstance(value, tuple | list) else (value,)
+        target = parts[0] if parts else ""
+        kind: str = parts[1] if len(parts) > 1 else ""
+        channels: Shape = tuple(parts[2]) if len(parts) > 2 else ()
+        known = kind in ("", *KINDS) and 0 < len(parts) < 4
+        to_nothing = target is None and len(parts) == 1
+        if not (isinstance(key, str) and known and (to_nothing or isinstance(target, str))):
             raise ValueError(
                 "torch_names: rules must map torch's names to paths of flax, to (path, kind) with "
                 f"a kind of {', '.join(KINDS)}, to (path, 'flattened', channels), or to None, got "
@@ -64,7 +67,7 @@ def read_rules(rules: Rules | None) -> list[Rule]:
                 "torch_names: rules must say which axes were flattened, in torch's order, got "
                 f"{value!r} for {key!r}. For instance: ('Dense_0', 'flattened', (16, 5, 5))."
             )
-        found.append(Rule(key, target, kind, tuple(channels)))
+        found.append(Rule(key, target, kind, channels))
     return sorted(found, key=lambda rule: (rule.key.count("*"), -rule.key.count(".")))
 
 
@@ -232,9 +235,9 @@ def _rule_layers(
         if not fits:
             (piece, *_), (leaf, *_) = torch[0].pieces.values(), inside[0].leaves.values()
             raise _misfit(rule, piece, leaf, rule.kind or "its layer's kind")
-        if rule.kind or len(fits) == 1:
-            ruled.matching.matched.append(Matched(torch[0], inside[0], fits[0], "rule"))
-            return
+        told = bool(rule.kind)
+        ruled.matching.matched.append(Matched(torch[0], inside[0], fits[0], "rule", told))
+        return
     found = match_layers(torch, inside, fits_of, skip=(place.words, len(path)))
     ruled.matching.matched += found.matched
     ruled.matching.unclear += found.unclear
