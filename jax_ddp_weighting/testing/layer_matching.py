@@ -377,7 +377,7 @@ def settle_kinds(found: Matching, fits_of: FitsOf) -> Matching:
     same model says that there are others.
     """
     fits = [[fit.kind for fit in fits_of(each.torch, each.flax)] for each in found.matched]
-    kernels = [each.flax.kind == "kernel" for each in found.matched]
+    kernels = ["kernel" in each.flax.leaves for each in found.matched]
     certain = {
         kinds[0] for kinds, kernel in zip(fits, kernels, strict=True) if kernel and len(kinds) == 1
     }

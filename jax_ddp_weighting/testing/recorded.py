@@ -97,7 +97,8 @@ def diagnose_recorded(step: RecordedStep, *, rtol: float = 1e-3) -> Diagnosis:
 
     Raises:
         ValueError: names, shapes or lengths differ; something is not finite; a weight is negative;
-            or the examples' gradients do not determine what they counted.
+            the examples' gradients do not determine what they counted; or the weights are too even
+            to tell right from wrong.
     """
     weights = np.asarray(step.weights, float)
     _check_step(step, weights)
@@ -117,7 +118,14 @@ def diagnose_recorded(step: RecordedStep, *, rtol: float = 1e-3) -> Diagnosis:
     laid_out, counted = np.zeros(shape), np.zeros(shape)
     laid_out[step.rank, step.microbatch, place] = weights
     counted[step.rank, step.microbatch, place] = counts
-    return replace(diagnose_weights(counted, laid_out, rtol=rtol), shown="the step is as recorded")
+    found = diagnose_weights(counted, laid_out, rtol=rtol)
+    if found.convention == "unknown" and "global_mean" in found.alternatives:
+        raise ValueError(
+            "diagnose: the step must weigh its ranks and microbatches unequally, got weights under "
+            f"which {' and '.join(found.alternatives)} are the same. Record a step whose "
+            "microbatches hold other weights, and some padding."
+        )
+    return replace(found, shown="the step is as recorded")
 
 
 def _place(step: RecordedStep) -> tuple[tuple[int, int, int], np.ndarray]:

@@ -1,4 +1,4 @@
-"""Two gradients by name: what is equal, what a wrong one is instead, and what cannot be compared."""
+"""Two gradients by name: what is equal, what a wrong one is, and what cannot be compared."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -66,7 +66,9 @@ INSTEAD = {
         changed("fc1", "kernel", KERNEL[:, [2, 0, 1, 5, 4, 3]]),
         "has axis 1 of the other in another order",
     ),
-    "another leaf's": (changed("fc1", "kernel", RIGHT["fc2"]["kernel"]), "is the other's fc2/kernel"),
+    "another leaf's": (
+        changed("fc1", "kernel", RIGHT["fc2"]["kernel"]), "is the other's fc2/kernel",
+    ),
     "twice": (changed("fc1", "kernel", 2 * KERNEL), ""),
     "one entry": (changed("fc1", "kernel", KERNEL + 1e-3 * np.eye(6)), ""),
     "zero": (changed("fc1", "kernel", 0 * KERNEL), ""),

@@ -1,4 +1,4 @@
-"""Torch's names beside flax's: what tells, what does not, and what is laid out how. No torch here."""
+"""Torch's names beside flax's: what tells, what does not, and how arrays lie. No torch here."""
 
 import flax.linen as nn
 import jax
@@ -54,7 +54,8 @@ def by(names):
 TOLD = {  # torch's names, flax's, and what tells; all of one square shape
     "one name": (("fc1", "fc2"), ("fc2", "fc1"), {"fc1": "fc1", "fc2": "fc2"}, {"name"}),
     "underscores": (("fc1", "head"), ("fc_1", "head"), {"fc_1": "fc1", "head": "head"}, {"name"}),
-    "numbers": (("fc1", "fc2"), ("Dense_0", "Dense_1"), {"Dense_0": "fc1", "Dense_1": "fc2"}, {"order"}),
+    "numbers": (("fc1", "fc2"), ("Dense_0", "Dense_1"),
+                {"Dense_0": "fc1", "Dense_1": "fc2"}, {"order"}),
     "ten and more": (
         [f"fc{k}" for k in range(12)],
         [f"Dense_{k}" for k in range(12)],
@@ -453,7 +454,7 @@ def test_no_bit_of_a_narrow_or_wide_dtype_is_lost():
 
 
 BAD = {
-    "an empty one": ({}, dense("fc"), ValueError, "must be a dict of tensors by name, got an empty"),
+    "an empty one": ({}, dense("fc"), ValueError, "a dict of tensors by name, got an empty"),
     "a list": ([1], dense("fc"), ValueError, "must be a dict of tensors by name, got list"),
     "numbers as names": ({0: np.ones(2)}, dense("fc"), TypeError, "must have names as keys, got 0"),
     "words": ({"a": "b"}, dense("fc"), TypeError, r"state_dict\['a'\] must be an array of numbers"),
