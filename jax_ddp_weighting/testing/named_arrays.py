@@ -7,6 +7,7 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -39,17 +40,24 @@ def read_named(path: str | os.PathLike[str], *, caller: str) -> dict[str, np.nda
                 else "Write it by np.savez(path, **arrays)."
             )
         )
-    try:
-        file = np.load(path, allow_pickle=False)
-    except _ZIPS as error:
-        raise _torn(path, caller, error) from None
-    except ValueError as error:
-        raise _torn(path, caller, error) from None
-    if not isinstance(file, np.lib.npyio.NpzFile):
+    with open(path, "rb") as opened:
+        return _read_npz(opened, path, caller)
+
+
+def _read_npz(opened: BinaryIO, path: object, caller: str) -> dict[str, np.ndarray]:
+    if opened.read(6) == b"\x93NUMPY":
         raise ValueError(
             f"{caller}: {path} must hold arrays by name, got one array without a name. Write it by "
             "np.savez(path, **{name: array})."
         )
+    opened.seek(0)
+    if not zipfile.is_zipfile(opened):  # numpy would take it for a pickle
+        raise _torn(path, caller, zipfile.BadZipFile("no archive"))
+    opened.seek(0)
+    try:
+        file = np.load(opened, allow_pickle=False)
+    except (*_ZIPS, ValueError) as error:
+        raise _torn(path, caller, error) from None
     with file:
         unnamed = [name for name in file.files if re.fullmatch(r"arr_\d+", name)]
         if unnamed:
@@ -79,12 +87,13 @@ def read_array(path: str | os.PathLike[str], *, caller: str) -> np.ndarray:
     try:
         if kind == ".txt":
             return np.loadtxt(path, ndmin=1)
-        found = np.load(path, allow_pickle=False)
+        with open(path, "rb") as opened:
+            if opened.read(6) != b"\x93NUMPY":  # numpy would take it for a pickle
+                raise ValueError("no header of numpy's")
+            opened.seek(0)
+            found = np.load(opened, allow_pickle=False)
     except (*_ZIPS, ValueError) as error:
         raise _torn(path, caller, error) from None
-    if not isinstance(found, np.ndarray):
-        found.close()
-        raise ValueError(f"{caller}: {path} must hold one array, got an archive of them.")
     return _check_dtype(found, f"{caller}: {path}")
 
 

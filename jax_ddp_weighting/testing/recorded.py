@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_ddp_weighting._arguments import check_microbatches, check_num_replicas, list_some
+from jax_ddp_weighting.testing.conventions import RIGHT
 from jax_ddp_weighting.testing.diagnosis import Diagnosis, diagnose_weights
 from jax_ddp_weighting.testing.per_example import effective_weights
 from jax_ddp_weighting.testing.recording import (
@@ -97,8 +98,8 @@ def diagnose_recorded(step: RecordedStep, *, rtol: float = 1e-3) -> Diagnosis:
 
     Raises:
         ValueError: names, shapes or lengths differ; something is not finite; a weight is negative;
-            the examples' gradients do not determine what they counted; or the weights are too even
-            to tell right from wrong.
+            the examples' gradients do not determine what they counted; or the weights are so even
+            that a vote of each rank's is right too.
     """
     weights = np.asarray(step.weights, float)
     _check_step(step, weights)
@@ -119,13 +120,25 @@ def diagnose_recorded(step: RecordedStep, *, rtol: float = 1e-3) -> Diagnosis:
     laid_out[step.rank, step.microbatch, place] = weights
     counted[step.rank, step.microbatch, place] = counts
     found = diagnose_weights(counted, laid_out, rtol=rtol)
-    if found.convention == "unknown" and "global_mean" in found.alternatives:
+    found = replace(found, shown="the step is as recorded")
+    if found.convention != "unknown" or "global_mean" not in found.alternatives:
+        return found
+    # Right in this step; whether that says anything depends on what weights it had.
+    totals = laid_out.sum(axis=(1, 2) if len(laid_out) > 1 else 2).reshape(-1)
+    if len(totals) > 1 and np.all(totals == totals[0]):
         raise ValueError(
             "diagnose: the step must weigh its ranks and microbatches unequally, got weights under "
             f"which {' and '.join(found.alternatives)} are the same. Record a step whose "
             "microbatches hold other weights, and some padding."
         )
-    return replace(found, shown="the step is as recorded")
+    return replace(
+        found,
+        convention="global_mean",
+        factor=1.0,
+        words=RIGHT.words,
+        advice="Nothing to mend in this step: every example counts as its weight, once.",
+        alternatives=tuple(name for name in found.alternatives if name != "global_mean"),
+    )
 
 
 def _place(step: RecordedStep) -> tuple[tuple[int, int, int], np.ndarray]:

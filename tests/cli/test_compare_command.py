@@ -79,6 +79,7 @@ def test_names_that_do_not_tell_are_listed_and_settled_by_a_rule(capsys):
     assert "theirs, of which each could be several: a.weight, a.bias, b.weight, b.bias" in said
     assert "--rule torch=ours" in said
     assert run("compare", "ours.npz", "odd.npz", "--rule", "a=Dense_0") == 0
+    printed(capsys)
     np.savez("aux.npz", **TORCHS, **{"aux.weight": np.ones((2, 2))})
     assert "no counterpart for theirs: aux.weight" in refusal(
         capsys, "compare", "ours.npz", "aux.npz"
@@ -162,7 +163,7 @@ FILES = {
     ),
     "a missing leaf of torch's": (
         lambda path: np.savez(path, **{n: x for n, x in TORCHS.items() if n != "fc1.bias"}),
-        "no counterpart for ours: ",
+        "theirs, of which each could be several: fc2.weight",
     ),
 }  # fmt: skip
 
@@ -181,7 +182,7 @@ def test_a_file_that_cannot_be_compared_is_one_sentence(case, files, capsys):
         (("ours.npz", "nope.npz"), "nope.npz: No such file"),
         (("ours.npz", "x.pt"), "x.pt must be an .npz or a .safetensors, got .pt suffix. A file of"),
         (("ours.npz", "x.txt"), "got .txt suffix. Write it by np.savez"),
-        (("ours.npz",), "Missing argument 'THEIRS'"),
+        (("ours.npz",), "Missing argument 'theirs'"),
         (("ours.npz", "ours.npz", "--rtol", "2"), "compare: --rtol must be in [0, 1), got 2"),
         (("ours.npz", "theirs.npz", "--rule", "fc1"), "--rule must be torch=ours, torch=ours:kind"),
         (

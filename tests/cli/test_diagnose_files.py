@@ -84,6 +84,10 @@ def changed(**changes):
     return lambda: np.savez("step.npz", **recording("global_mean", **changes))
 
 
+def without(name):
+    return {each: x for each, x in recording("global_mean").items() if each != name}
+
+
 BAD = {
     "NaN in the gradient": (
         changed(**{"gradient/b": np.full(3, np.nan)}), "the gradient must be finite, got NaN",
@@ -94,13 +98,13 @@ BAD = {
     "other shapes": (
         changed(**{"per_example/b": np.ones((12, 4))}), "of b must have the shape (12, 3)",
     ),
-    "other names": (changed(**{"gradient/c": np.ones(3)}), "must have the same names, got c in one"),
+    "other names": (changed(**{"gradient/c": np.ones(3)}), "the same names, got c in one"),
     "no ranks": (
-        lambda: np.savez("step.npz", **{n: x for n, x in recording("global_mean").items() if n != "rank"}),
+        lambda: np.savez("step.npz", **without("rank")),
         "a recorded step must hold weights, rank and microbatch, got none of rank",
     ),
-    "negative weights": (changed(weights=-WEIGHTS.reshape(-1)), "weights must be finite, at least 0"),
-    "ranks that are no numbers": (changed(rank=np.full(12, 0.5)), "each with a rank and a microbatch"),
+    "negative weights": (changed(weights=-WEIGHTS.reshape(-1)), "must be finite, at least 0"),
+    "ranks that are no numbers": (changed(rank=np.full(12, 0.5)), "with a rank and a microbatch"),
     "another gradient": (
         changed(**{"gradient/b": np.ones(3)}), "gradient must be a weighted sum of per_example",
     ),
@@ -142,7 +146,7 @@ ARGUMENTS = [
     ((*GIVEN, *THREE, "-w", "0"), "diagnose: --ranks must be an integer in"),
     (
         (*GIVEN, *THREE[:2], "--weights", "own.npz"),
-        "must be an .npy or a .txt of numbers, got .npz",
+        "must be an .npy or a .txt of numbers",
     ),
     ((*GIVEN, *THREE[:2], "--weights", "nope.npy"), "nope.npy: No such file"),
     (("--gradients", "own.npz", *THREE), "the per-example gradient of"),

@@ -82,7 +82,7 @@ def test_errors_are_the_codes_own():
     with pytest.raises(ValueError, match=r"gradient of params, of shape \(14,\), got one of shape"):
         diagnose_torch(lambda *_: torch.ones(3), num_replicas=2)
     with pytest.raises(
-        ValueError, match=r"num_replicas must be given where torch\.distributed has"
+        ValueError, match=r"must be given where torch\.distributed has no process group"
     ):
         diagnose_torch(lambda *_: None)
     with pytest.raises(ValueError, match=r"diagnose_torch: rtol must be in \[0, 1\)"):
@@ -161,12 +161,13 @@ except Exception as error:
 
 def step_of(divide, path):
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2)).double()
+    layers = torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2)
+    net = torch.nn.Sequential(*layers).double()
     model = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=.1)
     generator = torch.Generator().manual_seed(rank)
-    weights = [[[1, 1, 1, 1], [1, 1, 0, 0]], [[1, 1, 1, 0], [2, 0, 0, 0]], [[1, 0, 0, 0], [1, 2, 1, 1]]]
-    own = torch.tensor(weights[rank]).double()
+    weights = [1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0, 0, 0], [1, 0, 0, 0, 1, 2, 1, 1]
+    own = torch.tensor(weights[rank]).double().reshape(2, 4)
     everything = own.sum()
     dist.all_reduce(everything)
     def loss(module, example):
