@@ -3,14 +3,14 @@
 import sys
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 # Dtypes that numpy itself lacks, by torch's names, and an integer of the same width to carry them.
 _NARROW = {
-    "bfloat16": (ml_dtypes.bfloat16, "int16"),
-    "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, "uint8"),
-    "float8_e5m2": (ml_dtypes.float8_e5m2, "uint8"),
+    "bfloat16": (jnp.bfloat16, "int16"),
+    "float8_e4m3fn": (jnp.float8_e4m3fn, "uint8"),
+    "float8_e5m2": (jnp.float8_e5m2, "uint8"),
 }
 
 

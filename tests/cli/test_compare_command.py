@@ -3,7 +3,7 @@
 import json
 import sys
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from command_line import printed, refusal, run
@@ -145,7 +145,7 @@ FILES = {
     "one array": (one_array, "must hold arrays by name, got one array without a name"),
     "nothing in it": (lambda path: np.savez(path), "must hold arrays, got none"),
     "bfloat16 as numpy writes it": (
-        lambda path: np.savez(path, **{n: x.astype(ml_dtypes.bfloat16) for n, x in OURS.items()}),
+        lambda path: np.savez(path, **{n: x.astype(jnp.bfloat16) for n, x in OURS.items()}),
         "bfloat16 is raw bytes to numpy: write float32",
     ),
     "words": (lambda path: np.savez(path, a=np.array("b")), "must be an array of numbers, got"),

@@ -1,7 +1,6 @@
 """Two gradients by name: what is equal, what a wrong one is, and what cannot be compared."""
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -122,7 +121,7 @@ def test_names_decide_and_not_how_they_are_spelled():
 
 def test_states_of_nnx_and_narrow_arrays_go_in():
     state = nnx.State({"w": nnx.Param(jnp.ones(3, jnp.bfloat16))})
-    theirs = {"w": np.ones(3, ml_dtypes.bfloat16)}
+    theirs = {"w": np.ones(3, jnp.bfloat16)}
     assert compare_gradients(state, theirs).wrong == []
     assert compare_gradients(state, {"w": 1.2 * np.ones(3)}).wrong != []
 

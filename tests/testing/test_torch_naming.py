@@ -3,7 +3,6 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -444,7 +443,7 @@ def test_an_lstm_is_no_gru_and_a_projected_one_is_neither():
 
 def test_no_bit_of_a_narrow_or_wide_dtype_is_lost():
     tree = {"fc": {"kernel": np.zeros((2, 3), np.float32)}}
-    for dtype in (ml_dtypes.bfloat16, np.float16, np.float64):
+    for dtype in (jnp.bfloat16, np.float16, np.float64):
         state_dict = {"fc.weight": RNG.normal(size=(3, 2)).astype(dtype)}
         names = torch_names(state_dict, tree)
         found = names.to_flax(state_dict)["fc"]["kernel"]
