@@ -1,8 +1,8 @@
 """Batches by tokens and packed rows: padding, balance, steps and planning, beside other ways.
 
-`python benchmarks/budget.py` takes some seconds; the packer of the package `binpacking` is compared
-where it is installed. Lengths are log-normal of sigma 0.8, clipped at 900. Padding is a
-share of all tokens that steps pay for; a ratio that is kept is ours over what it stands beside.
+`python benchmarks/orders.py` runs these; the packer of the package `binpacking` is compared where
+it is installed. Lengths are log-normal of sigma 0.8, clipped at 900. Padding is a share of all
+tokens that steps pay for; a ratio that is kept is ours over what it stands beside.
 """
 
 import importlib.util
@@ -134,13 +134,3 @@ def pack() -> None:
                 theirs = 1 - lengths.sum() / (len(bins) * length)
                 print(f"  binpacking, one packing for all   {theirs:8.2%}")
                 keep("fill, to binpacking's", (1 - max(found)) / (1 - theirs))
-
-
-def main() -> None:
-    pad_by_budget()
-    pack()
-    plan_a_million()
-
-
-if __name__ == "__main__":
-    main()

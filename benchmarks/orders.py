@@ -1,4 +1,4 @@
-"""What drawn and mixed orders cost: ours beside numpy's and torch's, in the same run.
+"""What orders, plans by tokens and packing cost and give: ours beside others', in the same run.
 
 `python benchmarks/orders.py` needs torch. What is compared is timed in turns, as processor time;
 shown are the median of the rounds, their range, and the ratio of the medians.
@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import torch
+from budget import pack, pad_by_budget, plan_a_million
 from ratios import headed
 from sampler import line, timed
 from torch.utils.data import WeightedRandomSampler
@@ -91,7 +92,8 @@ def groups() -> None:
 
 def main() -> None:
     print(f"torch {torch.__version__}, numpy {np.__version__}")
-    parts = {f.__name__: f for f in (draws, draws_without_replacement, batches, groups)}
+    of_orders = (draws, draws_without_replacement, batches, groups)
+    parts = {f.__name__: f for f in (*of_orders, pad_by_budget, pack, plan_a_million)}
     for name in sys.argv[1:] or parts:
         parts[name]()
 

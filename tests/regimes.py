@@ -76,7 +76,7 @@ def prepared(regime: str, ranks: int, make_fn):
     mesh, axis_name = make_mesh(regime, ranks), axis_of(regime)
     fn = make_fn(None if engine == "jit" else axis_name)
     if regime == "fake_pmap":
-        return partial(_run_fake_pmap, fn, ranks)
+        return partial(_run_fake_pmap, _fake_pmap(fn, ranks))
     if engine == "mixed":
         mapped = _vmap_in_shard_map(fn, mesh)
     else:
@@ -97,14 +97,22 @@ def run(regime: str, ranks: int, make_fn, params, rows):
     return prepared(regime, ranks, make_fn)(params, rows)
 
 
-def _run_fake_pmap(fn, ranks, params, rows):
-    with chex.fake_pmap():  # it knows no out_axes: results come stacked over the ranks
+def _fake_pmap(fn, ranks):
+    """Under `jit`, so that all calls of one shape share a compilation, as those of pmap do."""
+
+    @jax.jit
+    def stacked(params, rows):
         by_rank = jax.tree.map(lambda x: x.reshape(ranks, -1, *x.shape[1:]), rows)
-        stacked = jax.pmap(fn, "data", in_axes=(None, 0))(params, by_rank)
-    jax.tree.map(
-        lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[0], x.shape)), stacked
-    )
-    return jax.tree.map(lambda x: x[0], stacked)
+        with chex.fake_pmap():  # it knows no out_axes: results come stacked over the ranks
+            return jax.pmap(fn, "data", in_axes=(None, 0))(params, by_rank)
+
+    return stacked
+
+
+def _run_fake_pmap(stacked, params, rows):
+    found = stacked(params, rows)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[0], x.shape)), found)
+    return jax.tree.map(lambda x: x[0], found)
 
 
 def _vmap_in_shard_map(fn, mesh):

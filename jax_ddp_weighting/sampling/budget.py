@@ -291,6 +291,28 @@ class BudgetPlan:
             return self.num_samples * self.num_replicas
         return sum(group.count for group in self._layout.groups)
 
+    def accepted_by(
+        self, epoch: int, rank: int, *, steps: Sequence[int] | None = None
+    ) -> Int64[np.ndarray, " steps"]:
+        """Rows of weight 1 that one rank has in each of some steps.
+
+        Args:
+            epoch: the epoch, at least 0.
+            rank: a rank in ``[0, num_replicas)``.
+            steps: the steps that are asked about; all by default.
+
+        Raises:
+            ValueError: the plan has no such epoch or rank.
+        """
+        epoch = self.check_epoch("BudgetPlan.accepted_by", epoch)
+        rank = check_rank("BudgetPlan.accepted_by: rank", rank, self.num_replicas)
+        every = np.arange(self.steps_per_epoch) if steps is None else np.array(steps, np.int64)
+        part = self._find_parts(epoch, every)
+        rows = np.array(self._rows, np.int64)[part.group]
+        left = self._layout.count_slots(part.group, part.turn) - part.offset
+        # slots rank, rank + W, ... of the step are this rank's
+        return np.clip(-((rank - left) // self.num_replicas), 0, rows)
+
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What decides the order and the tail, as plain JSON-able values: not who reads it."""

@@ -1,9 +1,12 @@
 """Streams of unknown length, dealt out to ranks and to their loaders' workers, with a position."""
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
 from jax_ddp_weighting._arguments import (
@@ -18,6 +21,7 @@ from jax_ddp_weighting._arguments import (
 from jax_ddp_weighting.sampling.reading import Reader
 
 _VERSION = 1
+_OF_PROCESS = ("_owner", "_read_by_workers")
 
 
 class ShardedIterable:
@@ -86,6 +90,12 @@ class ShardedIterable:
         self._fresh = True  # whether nothing of the pass has been read
         self._ended = False
         self._reader = Reader()
+        self._share_with_workers()
+
+    def _share_with_workers(self) -> None:
+        """What a loader's workers can tell the process that made them: they read copies."""
+        self._owner = os.getpid()
+        self._read_by_workers: Any = RawValue("q", 0)  # one more than the epoch that they began
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next pass reads; from its start, unless it was resumed.
@@ -98,6 +108,11 @@ class ShardedIterable:
         if epoch != self.epoch:
             self.epoch, self._start, self._taken, self._fresh = epoch, 0, 0, True
             self._ended = False
+            self._forget_workers()
+
+    def _forget_workers(self) -> None:
+        if os.getpid() == self._owner:
+            self._read_by_workers.value = 0
 
     def __iter__(self) -> Iterator[Any]:
         worker, workers = _find_worker()
@@ -115,6 +130,8 @@ class ShardedIterable:
         self._fresh, self._ended = False, False
         self._worker, self._workers = worker, workers
         self._reader.note()
+        if os.getpid() != self._owner:
+            self._read_by_workers.value = self.epoch + 1
         source: Any = self.source
         if hasattr(source, "set_epoch"):
             source.set_epoch(self.epoch)
@@ -153,10 +170,13 @@ class ShardedIterable:
             own = {"position": self._start, "taken": self._taken, "num_replicas": self.num_replicas}
             return state | own | dict(zip(("worker", "workers"), here, strict=True))
         ahead = self._reader.find_ahead()
+        if os.getpid() == self._owner and self._read_by_workers.value == self.epoch + 1:
+            ahead = "a loader's workers"
         if consumed is None and ahead is not None:
             raise ValueError(
                 f"{argument} must be given where items are read ahead of training, here by {ahead},"
                 " got None. It counts this rank's items that were used since the pass began."
+                " Between epochs, call set_epoch first."
             )
         read = self._taken if consumed is None else check_at_least(argument, consumed, 0)
         if self._ended and read == self._taken:  # the others may have had one item more
@@ -201,6 +221,17 @@ class ShardedIterable:
         self.epoch, self._start, self._taken = epoch, start, taken
         self._worker, self._workers = worker, workers
         self._fresh, self._ended = True, False
+        self._forget_workers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:  # to a worker
+            return self.__dict__
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        if "_owner" not in state:  # a copy, with workers of its own
+            self._share_with_workers()
 
     def torch_dataset(self) -> Any:
         """This share as a ``torch.utils.data.IterableDataset``, which a DataLoader asks for."""

@@ -142,7 +142,9 @@ class PackedPlan:
         Raises:
             ValueError: the plan has no such epoch.
         """
-        return self._deal(self.check_epoch("PackedPlan.steps_per_epoch", epoch)).steps_per_epoch
+        return self.dealt_rows(
+            self.check_epoch("PackedPlan.steps_per_epoch", epoch)
+        ).steps_per_epoch
 
     def batch(self, epoch: int, step: int, ranks: Sequence[int] | None = None) -> Slots:
         """The rows of one step, always as many.
@@ -161,7 +163,7 @@ class PackedPlan:
             ValueError: the plan has no such epoch, step or rank.
         """
         epoch = self.check_epoch("PackedPlan.batch", epoch)
-        dealt = self._deal(epoch)
+        dealt = self.dealt_rows(epoch)
         steps = dealt.steps_per_epoch
         remedy = f"Epoch {epoch} of this plan has {steps} steps."
         step = check_below("PackedPlan.batch: step", step, steps, remedy)
@@ -327,7 +329,7 @@ class PackedPlan:
     def _count_rows(self, epoch: int) -> int:
         return len(_pack_epoch(self._all, epoch).starts) - 1
 
-    def _deal(self, epoch: int) -> EpochPlan:
+    def dealt_rows(self, epoch: int) -> EpochPlan:
         """The rows of an epoch as the ids of a plan."""
         return EpochPlan(
             self._count_rows(epoch),

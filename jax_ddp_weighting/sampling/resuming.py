@@ -3,19 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jax_ddp_weighting._arguments import check_epoch, check_up_to
-from jax_ddp_weighting.sampling.plan import EpochPlan
+from jax_ddp_weighting._arguments import check_epoch, check_limit, check_up_to
+from jax_ddp_weighting.sampling.kinds import Plan
+from jax_ddp_weighting.sampling.packing import PackedPlan
 
 _VERSION = 1
 
 
-def make_state(plan: EpochPlan, epoch: int, position: int) -> dict[str, Any]:
+def make_state(plan: Plan, epoch: int, position: int) -> dict[str, Any]:
     """Where a sampler is in an epoch of a whole plan: JSON holds it."""
     place = {"version": _VERSION, "epoch": epoch, "position": position}
     return place | plan.fingerprint_of(epoch)
 
 
-def read_state(caller: str, plan: EpochPlan, state: Mapping[str, Any]) -> tuple[int, int]:
+def read_state(caller: str, plan: Plan, state: Mapping[str, Any]) -> tuple[int, int]:
     """The epoch and the position that a state holds, if it is of this plan.
 
     Raises:
@@ -43,4 +44,7 @@ def read_state(caller: str, plan: EpochPlan, state: Mapping[str, Any]) -> tuple[
                 f"{function}: {name} must be this sampler's, {value!r}, got {state[name]!r}."
                 " The state belongs to another order of ids; make the sampler as it was."
             )
-    return epoch, check_up_to(f"{function}: position", state["position"], plan.epoch_length)
+    position = f"{function}: position"
+    if isinstance(plan, PackedPlan):  # how many rows there are is for `resumed` to say
+        return epoch, check_limit(position, state["position"])
+    return epoch, check_up_to(position, state["position"], plan.epoch_length)

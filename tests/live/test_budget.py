@@ -5,43 +5,29 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from jax_ddp_weighting import BudgetPlan, PackedPlan, audit_ids, pack_rows
+from jax_ddp_weighting import BudgetPlan, DistributedBatchSampler, PackedPlan, audit_ids, pack_rows
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 83)
 RANKS = 3
 
 
 class Padded(Dataset):
-    """Examples by (id, length): a batch sampler may hand out whatever the data set takes."""
+    """Examples by (id, length): what a batch sampler hands out with `lengths=True`."""
 
     def __len__(self):
         return len(LENGTHS)
 
     def __getitem__(self, asked):
-        i, length, weight = asked
+        i, length = asked
         row = torch.zeros(length, dtype=torch.int64)
-        row[: LENGTHS[i]] = int(i) + 1
-        return {"tokens": row, "id": int(i), "weight": int(weight)}
-
-
-class StepsOfRank:
-    """A plan's steps as a `batch_sampler=`."""
-
-    def __init__(self, plan, rank, epoch):
-        self.plan, self.rank, self.epoch = plan, rank, epoch
-
-    def __len__(self):
-        return self.plan.steps_per_epoch(self.epoch)
-
-    def __iter__(self):
-        for step in range(len(self)):
-            slots = self.plan.batch(self.epoch, step, [self.rank])
-            rows = zip(slots.ids[0].tolist(), slots.weights[0].tolist(), strict=True)
-            yield [(i, slots.length, weight) for i, weight in rows]
+        row[: LENGTHS[i]] = i + 1
+        return {"tokens": row, "id": i}
 
 
 def loader_of(plan, rank, **options):
-    return DataLoader(Padded(), batch_sampler=StepsOfRank(plan, rank, 2), **options)
+    sampler = DistributedBatchSampler(plan, rank, padding=True, lengths=True)
+    sampler.set_epoch(2)
+    return DataLoader(Padded(), batch_sampler=sampler, **options)
 
 
 def test_torchs_loader_reads_a_budget_plan():
@@ -54,10 +40,9 @@ def test_torchs_loader_reads_a_budget_plan():
             assert batch["id"].tolist() == slots.ids[rank].tolist()
             held = (batch["tokens"] > 0).sum(1).tolist()
             assert held == LENGTHS[slots.ids[rank]].tolist()
-    ids, weights = (
-        [[batch[name].numpy() for batch in batches] for batches in read]
-        for name in ("id", "weight")
-    )
+    ids = [[batch["id"].numpy() for batch in batches] for batches in read]
+    samplers = (loader_of(plan, rank).batch_sampler for rank in range(RANKS))
+    weights = [[each.weights(step) for step in range(len(each))] for each in samplers]
     audit_ids(ids, len(LENGTHS), weights=weights).check_exactly_once()
 
 
@@ -67,7 +52,29 @@ def test_a_worker_reads_the_same():
     worked = loader_of(plan, 1, num_workers=1, multiprocessing_context="spawn")
     for ours, theirs in zip(loader_of(plan, 1), worked, strict=True):
         assert torch.equal(ours["tokens"], theirs["tokens"])
-        assert torch.equal(ours["weight"], theirs["weight"])
+        assert torch.equal(ours["id"], theirs["id"])
+
+
+class Rows(Dataset):
+    """Packed rows by the ids of their sequences."""
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, row):
+        ids = np.full((1, 20), -1)
+        ids[0, : len(row)] = row
+        return pack_rows(ids, lambda i: np.full(LENGTHS[i], i + 1), 96).tokens[0]
+
+
+def test_torchs_loader_reads_packed_rows_of_which_some_are_empty():
+    plan, tokens = PackedPlan(LENGTHS, RANKS, 4, 96), []
+    for rank in range(RANKS):
+        sampler = DistributedBatchSampler(plan, rank, padding=True)
+        for rows in DataLoader(Rows(), batch_sampler=sampler):
+            assert rows.shape == (4, 96)
+            tokens += rows[rows > 0].tolist()
+    assert sorted(tokens) == np.repeat(np.arange(83) + 1, LENGTHS).tolist()
 
 
 def test_grain_reads_a_budget_plan_and_goes_on_from_its_state():

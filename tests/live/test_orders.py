@@ -170,7 +170,11 @@ def test_a_stream_is_dealt_to_ranks_and_workers(workers, size):
         received.append(read(DataLoader(share.torch_dataset(), batch_size=size, **options)))
         assert received[-1] == list(range(37))[rank::2]
         if rank == 0 and workers:
+            with pytest.raises(ValueError, match=r"consumed must be given .* a loader's workers"):
+                share.state_dict()
             assert share.state_dict(consumed=2 * size)["position"] == 4 * size
+            share.set_epoch(1)
+            assert share.state_dict()["position"] == 0
             break
 
 

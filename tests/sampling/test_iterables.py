@@ -2,6 +2,7 @@
 
 import copy
 import json
+import multiprocessing
 import pickle
 from itertools import islice
 from types import SimpleNamespace
@@ -120,6 +121,30 @@ def test_a_workers_own_state_goes_on_in_that_worker(monkeypatch):
                 again.load_state_dict(state)
                 assert again.state_dict() == state
                 assert first + list(again) == mine
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:.*fork:RuntimeWarning")
+def test_what_workers_have_read_is_asked_for(method):
+    share = ShardedIterable(range(23), 2, 0)
+    assert share.state_dict()["position"] == 0  # nobody has read anything
+    context = multiprocessing.get_context(method)
+    reading = context.Process(target=read_three, args=(share,))
+    reading.start()
+    reading.join()
+    assert reading.exitcode == 0
+    with pytest.raises(ValueError, match=r"consumed must be given .* a loader's workers, got None"):
+        share.state_dict()
+    state = share.state_dict(consumed=2)
+    assert state["position"] == 4
+    share.load_state_dict(state)
+    assert share.state_dict() == state
+    twin = copy.deepcopy(share)
+    assert list(twin) == list(range(23))[4::2]
+
+
+def read_three(share):
+    assert list(islice(share, 3)) == [0, 2, 4]
 
 
 def test_one_workers_state_is_refused_elsewhere(monkeypatch):

@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_ddp_weighting import (
+    BudgetPlan,
     DistributedBatchSampler,
     DistributedSampler,
     EpochPlan,
+    PackedPlan,
     sampler_order,
     weighted_order,
 )
+from jax_ddp_weighting.sampling.kinds import count_steps
 
 TAILS = st.sampled_from(["mask", "repeat", "drop"])
 
@@ -73,6 +76,59 @@ def test_batches_are_the_slots_that_count_and_resume_anywhere(n, ranks, size, ta
         assert sorted(rest) == sorted(by_ids)
 
 
+LENGTHS = st.lists(st.integers(1, 9), min_size=0, max_size=30)
+PLANS = {
+    "budget": lambda lengths, ranks, tail: BudgetPlan(lengths, ranks, 18, shapes=3, tail=tail),
+    "packed": lambda lengths, ranks, tail: PackedPlan(lengths, ranks, 2, 12, window=8),
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@settings(max_examples=40, deadline=None)
+@given(lengths=LENGTHS, ranks=st.integers(1, 4), tail=TAILS, data=st.data())
+def test_plans_by_tokens_are_read_and_resumed_too(kind, lengths, ranks, tail, data):
+    plan = PLANS[kind](lengths, ranks, tail)
+    steps = count_steps(plan, 2)
+    stop = data.draw(st.integers(0, steps))
+    read = []
+    for rank in range(ranks):
+        full = DistributedBatchSampler(plan, rank, padding=True, lengths=True)
+        short = DistributedBatchSampler(plan, rank)
+        for each in (full, short):
+            each.set_epoch(2)
+        held, batches = [], list(full)
+        assert len(batches) == len(full) == steps
+        for step, batch in enumerate(batches):
+            slots = plan.batch(2, step, [rank])
+            assert {length for _, length in batch} <= {slots.length}
+            rows, weights = [row for row, _ in batch], full.weights(step)
+            assert weights.tolist() == slots.weights[0].tolist()
+            if kind == "packed":
+                assert rows == [[i for i in row if i >= 0] for row in slots.ids[0].tolist()]
+                held.append([row for row in rows if row])
+            else:
+                assert rows == slots.ids[0].tolist()
+                held.append([i for i, w in zip(rows, weights, strict=True) if w])
+        assert list(short) == [batch for batch in held if batch]
+        assert len(short) == len(list(short))
+        assert short.state_dict()["position"] == full.state_dict()["position"]
+        # stopped after some of this rank's batches, and gone on with
+        begun = DistributedBatchSampler(plan, rank)
+        begun.set_epoch(2)
+        reading = iter(begun)
+        first = [next(reading) for _ in range(min(stop, len(begun)))]
+        assert begun.state_dict() == begun.state_dict(consumed=len(first))
+        begun.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+        read += flatten([*first, *begun])
+    if plan.tail == "mask":
+        assert sorted(read) == list(range(len(lengths)))
+
+
+def flatten(batches):
+    rows = [row for batch in batches for row in batch]
+    return [i for row in rows for i in (row if isinstance(row, list) else [row])]
+
+
 def test_a_rank_with_a_step_less_has_read_the_epoch_when_it_has_ended():
     plan = EpochPlan(9, 4, 2, shuffle=False)
     samplers = [DistributedBatchSampler(plan, rank) for rank in range(4)]
@@ -94,10 +150,16 @@ def test_it_can_be_pickled_and_copied_and_knows_the_plans_own_weights():
 
 def test_bad_arguments_are_refused():
     plan = EpochPlan(9, 4, 2)
-    with pytest.raises(TypeError, match=r"BatchSampler: plan must be an EpochPlan, got int"):
+    with pytest.raises(TypeError, match=r"BatchSampler: plan must be an EpochPlan, .* got int"):
         DistributedBatchSampler(5, 0)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 4\), got 4"):
         DistributedBatchSampler(plan, 4)
+    with pytest.raises(ValueError, match=r"lengths must be False where the plan has none"):
+        DistributedBatchSampler(plan, 0, lengths=True)
+    packed = DistributedBatchSampler(PackedPlan([3, 4], 1, 1, 9), 0)
+    state = packed.state_dict() | {"position": 9}
+    with pytest.raises(ValueError, match=r"resumed: position must be in \[0, 1\], got 9"):
+        packed.load_state_dict(state)
     sampler = DistributedBatchSampler(plan, 1)
     with pytest.raises(ValueError, match=r"weights: step must be in \[0, 0\], got 1"):
         sampler.weights(1)
