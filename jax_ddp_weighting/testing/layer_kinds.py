@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jax_ddp_weighting.testing.layers import FlaxLayer, Leaf, Piece, Rows, Shape, TorchLayer
+from jax_ddp_weighting.testing.layers import (
+    FlaxLayer,
+    Leaf,
+    Piece,
+    Rows,
+    Shape,
+    TorchLayer,
+    split_steps,
+)
 
 KINDS = ("linear", "conv", "conv_transpose", "as_is", "flattened")
 """The ways in which one array may lie: see `lay_out`."""
@@ -159,6 +167,8 @@ def find_fits(
         same = each != "as_is" or flax.kind == "slope" or weight.shape == leaf.shape
         if not same or not fits_as(each, weight.shape, leaf.shape, channels=channels):
             continue
+        if each == "linear" and not kind and not _is_linear(weight.shape, flax):
+            continue
         links = (link,)
         if bias is not None:
             own = flax.leaves["bias"]
@@ -172,6 +182,21 @@ def find_fits(
     return _choose_by_type(found, torch.type_name, flax.type_name) if part == "kernel" else found
 
 
+def _is_linear(torch: Shape, flax: FlaxLayer) -> bool:
+    """Whether a kernel of three or more axes is that of a linear layer, and no window's.
+
+    A convolution that sees all of its input is one too, but its inputs lie in another order:
+    positions come before channels. So several input axes are taken for a linear layer's only where
+    attention is known to have them, where outputs have several too, or where windows are of one.
+    """
+    shape, bias = flax.leaves["kernel"].shape, flax.leaves.get("bias")
+    if len(shape) == 2 or shape[0] == torch[1] or math.prod(shape[:-2]) == 1:
+        return True
+    return split_steps(flax.path[-1:])[-1:] == split_steps(("out",)) or (
+        bias is not None and len(bias.shape) > 1
+    )
+
+
 def _outputs(kind: str, torch: Shape, flax: Shape) -> tuple[int, ...]:
     if kind in ("linear", "flattened"):
         return (torch[0],)
@@ -183,6 +208,8 @@ def _outputs(kind: str, torch: Shape, flax: Shape) -> tuple[int, ...]:
 
 def _choose_by_type(found: list[Fit], torch_type: str, flax_type: str) -> list[Fit]:
     """Those that the classes of both modules leave, where they are known."""
+    if torch_type == "Embedding":  # which looks rows up: a kernel is multiplied by
+        return []
     if re.fullmatch(r"Conv\dd", torch_type) and torch_type != "Conv1D":
         found = [fit for fit in found if fit.kind == "conv"]
     if torch_type == "Linear":

@@ -55,6 +55,7 @@ class NameMap:
             the tree of flax holds none, biases that flax has no place for, names that a rule maps
             to `None`.
         shared: torch's other names of tensors that have two, and the name that stands in `pairs`.
+        notes: what fits, and may be wrong all the same: Linear layers behind a flattened image.
     """
 
     pairs: tuple[NamePair, ...]
@@ -64,6 +65,7 @@ class NameMap:
     ambiguous_flax: Mapping[str, str]
     left_out: Mapping[str, str]
     shared: Mapping[str, str]
+    notes: tuple[str, ...]
     _links: tuple[Link, ...] = field(repr=False)
     _tree: FlaxTree = field(repr=False)
     _shapes: Mapping[str, Shape] = field(repr=False)
@@ -151,7 +153,7 @@ class NameMap:
             dtype = next(iter(parts.values())).dtype if parts else np.float32
             parts |= {piece.rows: np.zeros(piece.shape, dtype) for piece in zeros}
             ordered = [parts[rows] for rows in sorted(parts, key=lambda rows: rows or (0, 0))]
-            found[name] = np.concatenate(ordered) if len(ordered) > 1 else ordered[0]
+            found[name] = np.concatenate(ordered) if len(ordered) > 1 else np.array(ordered[0])
             assert found[name].shape == shape
         for alias, name in self.shared.items():
             found[alias] = found[name]
@@ -223,7 +225,7 @@ class NameMap:
             ("shared", {alias: f"is {name}" for alias, name in self.shared.items()}),
         ):
             lines += [f"{title}: {name}{f': {why}' if why else ''}" for name, why in names.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _check_complete(self, caller: str, *, gradients: bool) -> None:
         statistics = {
@@ -339,7 +341,8 @@ def _fill(links: list[Link], values: Mapping[str, np.ndarray]) -> np.ndarray:
         first, *others = (_take(values, piece) for piece in link.pieces)
         parts.append(lay_out(sum(others, start=first), link))
     whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
-    return np.ascontiguousarray(whole).reshape(links[0].leaf.shape)
+    # a copy, in whatever case: torch trains on in the memory that its tensors lie in
+    return np.array(whole, order="C").reshape(links[0].leaf.shape)
 
 
 def _check_sums(link: Link, values: Mapping[str, np.ndarray]) -> None:

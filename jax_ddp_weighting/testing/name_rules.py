@@ -17,6 +17,7 @@ from jax_ddp_weighting.testing.layers import (
     TorchLayer,
     split_steps,
 )
+from jax_ddp_weighting.testing.torch_layers import strip_wrappers
 
 Rules = Mapping[str, Any]
 """Torch's names, of a tensor, a layer or a module, to flax's: `None`, a path, `(path, kind)` or
@@ -67,7 +68,7 @@ def read_rules(rules: Rules | None) -> list[Rule]:
                 "torch_names: rules must say which axes were flattened, in torch's order, got "
                 f"{value!r} for {key!r}. For instance: ('Dense_0', 'flattened', (16, 5, 5))."
             )
-        found.append(Rule(key, target, kind, channels))
+        found.append(Rule(strip_wrappers(key), target, kind, channels))
     return sorted(found, key=lambda rule: (rule.key.count("*"), -rule.key.count(".")))
 
 

@@ -216,6 +216,7 @@ def _write_map(
         ambiguous_flax,
         left_out,
         shared,
+        _note_flattened([link for link, _ in linked]),
         tuple(link for link, _ in linked),
         tree,
         shapes,
@@ -224,6 +225,28 @@ def _write_map(
         _find_tied_apart(linked, values),
         any(is_tensor(value) for value in values.values()),
     )
+
+
+def _note_flattened(links: list[Link]) -> tuple[str, ...]:
+    """What shapes cannot show: whose inputs may be the channels of an image, and its positions."""
+    notes = []
+    channels = 0  # of the last convolution before, in the order of the state dict
+    for link in links:
+        shape = link.pieces[0].shape
+        outputs, *inputs = shape or (0,)
+        if len(shape) > 2 and link.kind.startswith("conv"):
+            channels = inputs[0] if link.kind == "conv_transpose" else outputs
+        elif link.kind in ("linear", "flattened") and channels:
+            (count,) = inputs
+            if link.kind == "linear" and count > channels and count % channels == 0:
+                notes.append(
+                    f"{link.pieces[0].name} takes {count} inputs behind {channels} channels: "
+                    "where these are a flattened image, torch has channels before positions and "
+                    f"flax after them; then rules={{...: ({link.leaf.name.rpartition('/')[0]!r}, "
+                    f"'flattened', ({channels}, height, width))}}, unless flax's code turns them."
+                )
+            channels = 0
+    return tuple(notes)
 
 
 def _find_shared_tensors(

@@ -266,6 +266,44 @@ def test_a_flattened_image_is_channels_first_in_torch():
     )
 
 
+def test_a_linear_that_may_follow_a_flattened_image_is_noted_and_still_paired():
+    state_dict = arrays(conv__weight=(4, 3, 3, 3), fc__weight=(5, 24), head__weight=(8, 8))
+    kernels = {"conv": (3, 3, 3, 4), "fc": (24, 5), "head": (8, 8)}
+    tree = {name: {"kernel": np.zeros(shape)} for name, shape in kernels.items()}
+    names = torch_names(state_dict, tree)
+    (note,) = names.notes
+    assert note.startswith(
+        "fc.weight takes 24 inputs behind 4 channels: where these are a flattened"
+    )
+    assert names.complete
+    assert f"note: {note}" in str(names)
+    assert torch_names(state_dict, tree, rules={"fc": ("fc", "flattened", (4, 3, 2))}).notes == ()
+
+
+def test_a_convolution_over_all_of_its_input_is_no_linear_layer():
+    state_dict = {"fc.weight": RNG.normal(size=(5, 24)), "fc.bias": np.zeros(5)}
+    tree = {"fc": {"kernel": np.zeros((3, 2, 4, 5)), "bias": np.zeros(5)}}
+    assert {*torch_names(state_dict, tree).unmatched_torch} == {"fc.weight", "fc.bias"}
+    one = {"fc": {"kernel": np.zeros((1, 1, 24, 5)), "bias": np.zeros(5)}}
+    assert torch_names(state_dict, one).complete
+    told = torch_names(state_dict, tree, rules={"module.fc": ("fc", "flattened", (4, 3, 2))})
+    image = RNG.normal(size=(4, 3, 2))
+    kernel = told.to_flax(state_dict)["fc"]["kernel"]
+    flat = np.moveaxis(image, 0, -1).reshape(-1)
+    assert np.allclose(flat @ kernel.reshape(24, 5), state_dict["fc.weight"] @ image.reshape(-1))
+
+
+def test_boxes_of_partitioned_parameters_are_no_part_of_a_path():
+    layer = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model")))
+    boxed = layer.init(jax.random.key(0), np.ones((1, 4)))
+    state_dict = linear("")
+    state_dict = {name.lstrip("."): value for name, value in state_dict.items()}
+    names = torch_names(state_dict, boxed)
+    assert names.complete, str(names)
+    found = names.to_flax(state_dict)
+    assert np.array_equal(found["params"]["kernel"].value, state_dict["weight"].T)
+
+
 def test_heads_are_split_and_a_packed_projection_is_cut_in_three():
     state_dict = arrays(
         attn__in_proj_weight=(12, 4), attn__in_proj_bias=12, attn__out_proj__weight=(4, 4),
