@@ -41,6 +41,7 @@ class _Node:
     step: Step
     layer: Layer | None = None
     parts: list["_Node"] = field(default_factory=list)
+    classes: tuple[int, ...] = ()
 
     def layers(self) -> list[Layer]:
         """All layers in it."""
@@ -146,7 +147,9 @@ class _Classes:
                 self._numbers[id(layer)] = root(place)
 
     def of(self, node: _Node) -> tuple[int, ...]:
-        return tuple(sorted(self._numbers[id(layer)] for layer in node.layers()))
+        if not node.classes:  # no node is without a layer
+            node.classes = tuple(sorted(self._numbers[id(layer)] for layer in node.layers()))
+        return node.classes
 
     def of_layer(self, layer: Layer) -> int:
         return self._numbers[id(layer)]

@@ -132,43 +132,73 @@ def _match(
     find none, one at a time, and what is dropped is another name of what stays.
     """
     torch, shared = list(ruled.torch), {}
+    marks = _Marks(values)
     while True:
         found = match_layers(torch, ruled.flax, fits_of)
-        matched = [each.torch for each in found.matched]
-        settled = [*matched, *(each.torch for each in ruled.matching.matched)]
-        left = [layer for layer in torch if not any(layer is each for each in matched)]
-        copies = [
-            (layer, twin)
-            for layer in reversed(left)
-            for twin in [*settled, *left]
-            if twin is not layer and _is_twin(layer, twin, values)
-        ]
+        matched = {id(each.torch) for each in found.matched}
+        left = [layer for layer in torch if id(layer) not in matched]
+        settled = [layer for layer in torch if id(layer) in matched]
+        settled += [each.torch for each in ruled.matching.matched]
+        copies = marks.find_copies(left, settled)
+        if not copies:  # or one of several that found none, the last first
+            by_layer = (marks.find_copies([layer], left) for layer in reversed(left))
+            copies = next(filter(None, by_layer), [])
         if not copies:
             return found, shared
-        layer, twin = copies[0]
-        for part, piece in layer.pieces.items():
-            shared[piece.name] = twin.pieces[part].name
-        torch = [each for each in torch if each is not layer]
+        for layer, twin in copies:
+            for part, piece in layer.pieces.items():
+                shared[piece.name] = twin.pieces[part].name
+        dropped = {id(layer) for layer, _ in copies}
+        torch = [each for each in torch if id(each) not in dropped]
 
 
-def _is_twin(layer: TorchLayer, twin: TorchLayer, values: Mapping[str, Any]) -> bool:
-    """Whether two layers are one under two names: the same memory, or the same random numbers."""
-    if layer.pieces.keys() != twin.pieces.keys() or layer.kind == "cell":
-        return False
-    for part, piece in layer.pieces.items():
-        other = twin.pieces[part]
-        if piece.shape != other.shape or piece.rows != other.rows:
+class _Marks:
+    """What tells tensors that are one: where they lie, or the random numbers that they hold."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = values
+        self._marks: dict[str, bytes] = {}
+
+    def find_copies(
+        self, layers: list[TorchLayer], of: list[TorchLayer]
+    ) -> list[tuple[TorchLayer, TorchLayer]]:
+        """The layers that are others under a second name, each with one that it is."""
+        found = []
+        for layer in layers:
+            twin = next((each for each in of if self._is_twin(layer, each)), None)
+            found += [] if twin is None else [(layer, twin)]
+        return found
+
+    def _is_twin(self, layer: TorchLayer, twin: TorchLayer) -> bool:
+        if layer is twin or layer.kind == "cell" or layer.pieces.keys() != twin.pieces.keys():
             return False
-        one, two = values[piece.name], values[other.name]
-        memory = find_memory(one)
-        if memory is not None and memory == find_memory(two):
-            continue
-        if part not in ("weight", "own") or len(piece.shape) < 2:
-            return False  # zeros and ones are equal everywhere
-        a, b = (as_array(each, "torch_names: state_dict") for each in (one, two))
-        if not np.array_equal(a, b) or np.all(a == a.reshape(-1)[:1]):
+        pairs = [(part, piece, twin.pieces[part]) for part, piece in layer.pieces.items()]
+        if any(one.shape != two.shape or one.rows != two.rows for _, one, two in pairs):
             return False
-    return True
+        return all(
+            self._is_one(one.name, two.name)
+            # zeros and ones are equal everywhere
+            or (part in ("weight", "own") and len(one.shape) > 1 and self._is_equal(one, two))
+            for part, one, two in pairs
+        )
+
+    def _is_one(self, one: str, two: str) -> bool:
+        memory = find_memory(self._values[one])
+        return memory is not None and memory == find_memory(self._values[two])
+
+    def _is_equal(self, one: Piece, two: Piece) -> bool:
+        if self._mark(one.name) != self._mark(two.name):
+            return False
+        a, b = (as_array(self._values[p.name], "torch_names: state_dict") for p in (one, two))
+        return np.array_equal(a, b) and not np.all(a == a.reshape(-1)[:1])
+
+    def _mark(self, name: str) -> bytes:
+        """Some of a tensor's numbers, by which most others are told without reading all."""
+        if name not in self._marks:
+            flat = self._values[name].reshape(-1)
+            some = flat[:: max(1, len(flat) // 16)][:17]
+            self._marks[name] = as_array(some, "torch_names: state_dict").tobytes()
+        return self._marks[name]
 
 
 def _write_map(

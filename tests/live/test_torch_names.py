@@ -1,7 +1,7 @@
 """Models of torch and of flax with one another's numbers: same outputs, same gradients, by name."""
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import flax.linen as nn
@@ -435,7 +435,7 @@ PAIRS = {
     "GRU of nnx": nnx_gru,
     "LSTM of nnx": lambda: nnx_rnn(torch.nn.LSTM, nnx.LSTMCell),
     "fused LSTM of nnx": lambda: nnx_rnn(torch.nn.LSTM, nnx.OptimizedLSTMCell),
-    "RNN of nnx": lambda: nnx_rnn(torch.nn.RNN, nnx.SimpleCell),
+    "RNN of nnx": lambda: nnx_rnn(torch.nn.RNN, partial(nnx.SimpleCell, dtype=np.float64)),
     "convolutional autoencoder": autoencoder,
     "convolutions of one and three dimensions": signals,
     "vision transformer": vit,

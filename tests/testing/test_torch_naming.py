@@ -179,6 +179,70 @@ def test_one_name_of_two_shapes_is_listed_with_both():
     assert {*torch_names(no_bias, dense("fc")).unmatched_flax} == {"fc/kernel", "fc/bias"}
 
 
+WORDS = [f"{one}{two}" for one in ("al", "be", "ga", "de") for two in ("ra", "so", "ti", "mu")]
+
+
+class Size(int):
+    """A number that is the same only as itself, so that copies of one layer can be told."""
+
+
+def grown(rng, depth):
+    """A random module: its parts are square layers, blocks of them, and copies of blocks."""
+    parts = []
+    for _ in range(rng.randint(1, 3)):
+        size = Size(rng.choice([3, 4, 5]))
+        inside = grown(rng, depth - 1) if depth and rng.rand() < 0.5 else size
+        parts += [inside] * (rng.randint(1, 4) if rng.rand() < 0.5 else 1)
+    return parts
+
+
+def named(rng, parts, numbered, side, path=()):
+    """Paths of layers and their sizes, in words that the other side does not use.
+
+    Copies of a block are numbered, or have words of their own.
+    """
+    found, words = [], list(rng.permutation(WORDS))
+    k = 0
+    while k < len(parts):
+        copies = sum(each is parts[k] for each in parts[k:])
+        word = words.pop()
+        for copy in range(copies):
+            other = word if numbered or not copy else words.pop()
+            name = f"{side}{other}{copy}" if copies > 1 and numbered else f"{side}{other}"
+            inside, own = parts[k], (*path, name)
+            if isinstance(inside, int):
+                found.append((own, inside))
+            else:
+                found += named(rng, inside, numbered, side, own)
+        k += copies
+    return found
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_no_pair_of_120_random_models_is_a_wrong_one(numbered):
+    told = every = 0
+    for seed in range(60):
+        rng = np.random.RandomState(seed)
+        parts = grown(rng, 2)
+        theirs, ours = (named(rng, parts, numbered, side) for side in ("t", "f"))
+        state_dict = {".".join(path) + ".weight": np.zeros((n, n)) for path, n in theirs}
+        tree = {}
+        for path, n in ours:
+            inside = tree
+            for word in path:
+                inside = inside.setdefault(word, {})
+            inside["kernel"] = np.zeros((n, n))
+        truth = {"/".join(b): ".".join(a) for (a, _), (b, _) in zip(theirs, ours, strict=True)}
+        names = torch_names(state_dict, tree)
+        found = paired(names)
+        wrong = {flax: torch for flax, torch in found.items() if truth[flax] != torch}
+        assert wrong == {}, seed
+        told, every = told + len(found), every + len(truth)
+        listed = {*names.ambiguous_flax, *names.unmatched_flax, *(p.flax for p in names.pairs)}
+        assert listed == {f"{flax}/kernel" for flax in truth}
+    assert told > every / 10  # and most of what is told by numbers or shapes is told
+
+
 # --- how it lies ----------------------------------------------------------------------------------
 
 
