@@ -44,9 +44,10 @@ PUBLIC = {
         *("make_evaluation", "read_parts", "write_part"),
     ),
     "testing": (
-        *("CONVENTIONS", "Diagnosis", "LeafDifference", "ParityError", "ParityReport"),
-        *("check_additive", "check_gradients", "diagnose", "diagnose_step", "diagnose_weights"),
-        *("effective_weights", "per_example_gradients"),
+        *("CONVENTIONS", "Diagnosis", "LeafDifference", "NameMap", "ParityError", "ParityReport"),
+        *("check_additive", "check_gradients", "compare_gradients", "diagnose", "diagnose_step"),
+        *("diagnose_torch", "diagnose_weights", "effective_weights", "per_example_gradients"),
+        *("record", "torch_names"),
     ),
     "_errors": ("JdwError",),
     "_version": ("__version__",),

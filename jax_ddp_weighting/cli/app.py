@@ -8,6 +8,7 @@ import typer
 
 from jax_ddp_weighting._version import __version__
 from jax_ddp_weighting.cli.audit import audit
+from jax_ddp_weighting.cli.compare import compare
 from jax_ddp_weighting.cli.diagnose import diagnose
 from jax_ddp_weighting.cli.options import BAD_INPUT, NAME, RIGHT
 from jax_ddp_weighting.cli.parity import parity
@@ -20,7 +21,7 @@ app = typer.Typer(
     help="Data-parallel training in which every example counts as its weight, once."
     " Exit status: 0 right, 1 found wrong, 2 bad input.",
 )
-for command in (plan, audit, parity, diagnose, report):
+for command in (plan, audit, parity, compare, diagnose, report):
     app.command()(command)
 
 

@@ -50,6 +50,7 @@ class LeafDifference:
         rtol: what was allowed.
         rounded_by: the dtype narrower than the leaf's whose rounding explains the difference; empty
             where none does.
+        note: what the leaf is instead, such as the reference transposed; empty where nothing says.
 
     Example:
         >>> twice = LeafDifference((3, 1), "shard_map", "params['w']", (64, 10), 1.0, 2.0, 1e-5)
@@ -65,6 +66,7 @@ class LeafDifference:
     ratio: float | None
     rtol: float
     rounded_by: str = ""
+    note: str = ""
 
     @property
     def equal(self) -> bool:
@@ -134,9 +136,11 @@ class ParityReport:
         lines = [f"{'leaf':{width}}  difference  allowed  ratio    where"]
         for each in leaves:
             ratio = "-" if each.ratio is None else f"{each.ratio:.4f}"
+            where = f"{each.engine}, split {each.split}" if each.split else each.engine
+            note = f"; {each.note}" if each.note else ""
             lines.append(
                 f"{each.leaf:{width}}  {each.difference:10.1e}  {each.rtol:7.0e}  {ratio:7}  "
-                f"{each.engine}, split {each.split}"
+                f"{where}{note}"
             )
         return "\n".join(lines)
 
@@ -212,20 +216,25 @@ def compare(
             if jnp.issubdtype(dtype, jnp.inexact):
                 allowed = RTOL[jnp.finfo(dtype).dtype.name]
                 own_eps = float(jnp.finfo(dtype).eps)
-                noise = _NOISE * own_eps * size
+                noise = measure_noise(own_eps, size)
             eps = own_eps if narrowest is None else float(jnp.finfo(narrowest).eps)
             # of the dtype's own tolerance, so that what is reported does not depend on `rtol`
-            scale = max(_measure(b), size if eps > own_eps else min(noise / allowed, size))
+            scale = max(measure(b), size if eps > own_eps else min(noise / allowed, size))
             allowed = allowed if rtol is None else rtol
             gap = float(np.max(np.abs(a - b), initial=0.0))
             difference = gap / scale if scale else gap
-            ratio = _find_ratio(a, b, allowed)
+            ratio = find_ratio(a, b, allowed)
             rounded = eps > own_eps and allowed < difference <= 2 * eps
             rounded_by = jnp.dtype(narrowest).name if rounded else ""
             found.append(
                 LeafDifference(split, engine, name, a.shape, difference, ratio, allowed, rounded_by)
             )
     return found
+
+
+def measure_noise(eps: float, size: float) -> float:
+    """Below which an entry is rounding: of sums of numbers of this size, in a dtype of this eps."""
+    return _NOISE * eps * size
 
 
 def as_splits(splits: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -250,7 +259,8 @@ def as_host(leaf: Any) -> Any:
     return leaf if is_key else np.asarray(leaf)
 
 
-def _find_ratio(a: np.ndarray, b: np.ndarray, rtol: float) -> float | None:
+def find_ratio(a: np.ndarray, b: np.ndarray, rtol: float) -> float | None:
+    """`a` over `b` where that is one number throughout."""
     scale = np.vdot(b, b).real  # least squares: the factor by which b comes closest to a
     if not np.isfinite(a).all() or not scale:
         return None
@@ -259,5 +269,6 @@ def _find_ratio(a: np.ndarray, b: np.ndarray, rtol: float) -> float | None:
     return ratio if same else None
 
 
-def _measure(leaf: Any) -> float:
+def measure(leaf: Any) -> float:
+    """The largest entry, without its sign."""
     return float(np.max(np.abs(np.asarray(leaf)).astype(np.float64), initial=0.0))
