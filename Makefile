@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch test-peers test-browser test-package test-oldest mutate docs bench gallery lint types format clean
+.PHONY: demo test test-torch test-peers test-browser test-package test-oldest mutate docs bench gallery hooks lint types format clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/digits.py
@@ -54,6 +54,10 @@ lint: $(VENV)/.installed-test
 
 types: $(VENV)/.installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# Lint and types before every commit; pre-commit itself comes from `pip install pre-commit`.
+hooks: $(VENV)/.installed-test
+	pre-commit install
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
