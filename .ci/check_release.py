@@ -1,6 +1,6 @@
 """Whether a tag may be released: the version, the changelog and the citation say the same.
 
-`python .ci/check_release.py v0.1.0` prints the release's part of the changelog, or says what differs.
+`python .ci/check_release.py v0.1.0` prints the release's part of the changelog, or what differs.
 """
 
 import re
@@ -20,7 +20,9 @@ def find_faults(tag: str, root: Path = ROOT) -> list[str]:
     if tag != f"v{version}":
         faults.append(f"the tag must be v{version}, the version in _version.py, got {tag}.")
     if unreleased != "Unreleased" or parts[unreleased]:
-        faults.append('CHANGELOG.md must begin with an empty "Unreleased". Move it under the release.')
+        faults.append(
+            'CHANGELOG.md must begin with an empty "Unreleased". Move it under the release.'
+        )
     dated = re.fullmatch(rf"{re.escape(version)} - (\d{{4}}-\d\d-\d\d)", latest)
     if not dated:
         faults.append(f'CHANGELOG.md must have "{version} - YYYY-MM-DD" next, got "{latest}".')

@@ -103,6 +103,7 @@ def test_the_wheel_holds_the_package_alone(built):
     assert inside == kept >= {"jax_ddp_weighting/py.typed", "jax_ddp_weighting/cli/app.py"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
+
 def test_the_sdist_holds_what_is_tracked_and_nothing_that_lies_about(built):
     _, sdist = built
     with tarfile.open(sdist) as archive:
