@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch test-peers test-browser test-package test-oldest mutate docs bench gallery hooks lint types format clean
+.PHONY: demo test test-torch test-peers test-browser test-package test-oldest mutate docs serve bench gallery hooks lint types format clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/digits.py
@@ -42,8 +42,12 @@ mutate: $(VENV)/.installed-test
 gallery: $(VENV)/.installed-torch
 	$(BIN)/python examples/gallery.py
 
+# The site, into site/: open site/index.html as it is, or `make serve` for search too.
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m mkdocs build --strict
+
+serve: docs
+	$(BIN)/python -m http.server --directory site --bind 127.0.0.1 8000
 
 bench: $(VENV)/.installed-torch
 	$(BIN)/python benchmarks
