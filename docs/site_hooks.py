@@ -46,9 +46,9 @@ def find_summary(name: str, room: str) -> str:
     for path in files or sorted((PACKAGE / room).glob("*.py")):
         body = ast.parse(path.read_text()).body
         for place, node in enumerate(body):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-                if said := ast.get_docstring(node):  # an overload says nothing
-                    return _first_line(said)
+            named = isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+            if named and (said := ast.get_docstring(node)):  # an overload says nothing
+                return _first_line(said)
             if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
                 after = body[place + 1] if place + 1 < len(body) else None
                 if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
