@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch test-peers test-browser test-package test-oldest mutate docs serve bench gallery hooks lint types format clean
+.PHONY: demo test test-torch test-peers test-browser test-package test-oldest mutate notebooks docs serve bench gallery hooks lint types format clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/digits.py
@@ -41,6 +41,9 @@ mutate: $(VENV)/.installed-test
 # What diagnose says of common spellings, torch's DDP among them.
 gallery: $(VENV)/.installed-torch
 	$(BIN)/python examples/gallery.py
+
+notebooks: $(VENV)/.installed-notebooks
+	$(BIN)/python examples/notebooks/run.py
 
 # The site, into site/: open site/index.html as it is, or `make serve` for search too.
 docs: $(VENV)/.installed-docs
