@@ -254,13 +254,17 @@ RATIOS = {
 }
 
 
+def square_loss(w, batch):
+    return weighted_sum((w - batch.data) ** 2, batch.weights)
+
+
 @pytest.mark.parametrize("meaning", RATIOS)
 def test_each_constant_ratio_has_its_meaning(meaning):
     with pytest.raises(ParityError, match=f"on 2 ranks of 3 microbatches. A ratio {meaning}"):
         check_gradients(
-            loss_fn,
-            network_params(),
-            batch_of(np.arange(4)),
+            square_loss,
+            np.float32(0.5),
+            Batch.of(np.float32([1, 2, 4, 8])),
             [(3, 1)],
             engines=["vmap"],
             microbatches=3,
@@ -539,8 +543,8 @@ def at_the_optimum(dtype):
 @pytest.mark.parametrize(
     ("dtype", "microbatches", "engines"),
     [
-        (np.float32, 1, ["jit", "shard_map", "fake_pmap"]),
-        (jnp.bfloat16, 2, ["jit", "shard_map_unchecked", "vmap"]),
+        (np.float32, 1, ["jit", "fake_pmap"]),
+        (jnp.bfloat16, 2, ["shard_map", "vmap"]),
     ],
 )
 def test_a_gradient_of_nothing_but_rounding_is_right(dtype, microbatches, engines):
@@ -580,7 +584,7 @@ def reduced_in_bfloat16(loss_fn, *, axis_name, microbatches, coefficients):
     return fn
 
 
-@pytest.mark.parametrize("engine", ["jit", "shard_map", "fake_pmap"])
+@pytest.mark.parametrize("engine", ["jit", "fake_pmap"])
 def test_a_reduction_in_bfloat16_has_its_cause_and_a_remedy_that_works(engine):
     arguments = (loss_fn, network_params(), batch_of(np.arange(11)), [(7, 4)])
     options = {"engines": [engine], "gradient": reduced_in_bfloat16}
@@ -633,7 +637,7 @@ def test_noise_of_each_rows_own_is_part_of_the_proof():
         network_params(),
         batch_of(np.arange(5)),
         [(3, 2)],
-        engines=[*ENGINES, "fake_pmap"],
+        engines=["jit", "shard_map", "fake_pmap"],
         microbatches=2,
         rng=jax.random.key(3),
     )
@@ -651,7 +655,7 @@ def test_noise_of_a_whole_rank_fails_it():
 
 
 @pytest.mark.parametrize(
-    ("float64", "engines"), [(False, [*ENGINES, "fake_pmap"]), (True, ["jit", "fake_pmap"])]
+    ("float64", "engines"), [(False, ["jit", "shard_map", "fake_pmap"]), (True, ["vmap"])]
 )
 def test_keys_in_a_batch_are_dealt_with_their_rows(float64, engines):
     def keyed_loss(params, batch):
@@ -682,7 +686,7 @@ def test_a_loss_with_state_and_auxiliary_output_is_compared_without_them():
 
     arguments = (stateful, network_params(), batch_of(np.arange(5)), [(3, 2)])
     options = {"state": {"scale": np.float32(2.0)}, "has_aux": True}
-    check_gradients(*arguments, engines=[*ENGINES, "fake_pmap"], **options)
+    check_gradients(*arguments, engines=["shard_map", "pmap", "fake_pmap"], **options)
 
     def thrice(loss_fn, **options):
         ours = value_and_grad(loss_fn, **options)
