@@ -33,6 +33,9 @@ def draw(now: dict[str, dict[str, float] | None], before: dict[str, dict[str, fl
     short = [each if len(each) <= _WIDEST else f"...{each[3 - _WIDEST :]}" for each in names]
     axes.set_yticks(range(len(entries)), short, fontsize=7)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(axis="x", which="both", labelsize=7)
     axes.invert_yaxis()
     compared = "; open circles: before" if any(each[3] is not None for each in entries) else ""
     axes.set_xlabel(f"time of ours over theirs: left of 1, ours is faster{compared}")
