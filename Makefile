@@ -3,13 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch test-peers test-browser test-package test-oldest mutate notebooks docs serve bench gallery hooks lint types format clean
+.PHONY: demo test test-faults test-torch test-peers test-browser test-package test-oldest mutate notebooks docs serve bench gallery hooks lint types format clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope
+
+# Processes that are killed, stopped, late or wrong, everywhere that others may wait for them; long runs
+# of which nothing is left; runs that are killed and go on. make test-faults QUICK=1 takes a part.
+test-faults: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/faults $(if $(QUICK),-m quick)
 
 # The comparisons with live torch and grain, which the base suite does without.
 test-torch: $(VENV)/.installed-torch

@@ -102,7 +102,7 @@ def run_process(options):
         options.coordinator,
         options.processes,
         options.process,
-        shutdown_timeout_seconds=20,  # how long a process that failed waits for the others
+        shutdown_timeout_seconds=80,  # a process that failed waits while others may wait for it
     )
     mesh = jdw.data_mesh()
     recorded = {"losses": [], "params": []}

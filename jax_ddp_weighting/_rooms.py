@@ -26,15 +26,17 @@ PUBLIC = {
     "distributed": ("ENGINES", "data_mesh", "force_cpu_devices"),
     "data": (
         *("Batch", "DevicePlan", "DisagreementError", "EpochRecord", "IdCounts"),
-        *("JOIN_CONVENTIONS", "batches", "check_agreement", "global_batch", "join_batches"),
+        *("JOIN_CONVENTIONS", "RunPosition", "batches", "check_agreement", "gather_ledger"),
+        *("global_batch", "join_batches"),
     ),
     "weighting": (
         *("GlobalLoss", "WeightedSum", "average_gradients", "rank_share", "valid_labels"),
         *("value_and_grad", "weighted_sum"),
     ),
     "train": (
-        *("BatchNorm", "EpochReport", "NnxBatchNorm", "StepReport", "make_nnx_train_step"),
-        *("make_train_epoch", "make_train_step", "weighted_multi_steps"),
+        *("BatchNorm", "EpochReport", "NnxBatchNorm", "RestoredRun", "StepReport"),
+        *("make_nnx_train_step", "make_train_epoch", "make_train_step", "restore_run", "save_run"),
+        "weighted_multi_steps",
     ),
     "evaluation": (
         *("Evaluation", "Predictions", "due_step", "evaluate", "gather_by_id", "held_ids"),

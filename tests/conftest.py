@@ -23,8 +23,8 @@ install_import_hook("jax_ddp_weighting", "annotations.checked")
 
 from jax_ddp_weighting import force_cpu_devices  # noqa: E402 - after the hook
 
-# those need torch and grain, a browser, or the package index: `make test-torch` and so on
-collect_ignore = ["live", "peers", "browser", "package"]
+# those need torch and grain, a browser, the package index, or minutes: `make test-torch` and so on
+collect_ignore = ["live", "peers", "browser", "package", "faults"]
 
 force_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

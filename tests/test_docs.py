@@ -48,6 +48,7 @@ def test_public_functions_show_an_example():
 
 # see their makers
 WITHOUT_EXAMPLE = {"Batch", "EpochAudit", "EpochReport", "GlobalLoss", "Slots", "StepReport"} | {
+    "RestoredRun",
     "PackedRows",
     "PaddingReport",
     "StepPadding",

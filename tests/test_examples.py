@@ -121,3 +121,23 @@ def test_budget_compiles_the_shapes_that_were_told_and_counts_every_word():
         ("budget", "2"),
         ("packed", "1"),
     ]
+
+
+def test_a_run_that_is_killed_twice_ends_with_the_parameters_of_one_that_is_not():
+    out = run("resumable.py")
+    assert re.findall(r"^(\d x \d)(?:, killed at step \d+ of 48)?$", out, re.MULTILINE) == [
+        *("2 x 2", "1 x 3", "3 x 1")
+    ]
+    went_on = re.findall(r"goes on after step (\d+), (\d+) images due", out)
+    assert len(went_on) == 2
+    assert int(went_on[0][0]) < int(went_on[1][0]) or went_on[0] == went_on[1]
+    for step, due in went_on:  # of the epoch that it was stopped in
+        assert int(due) == max(0, 1437 - 60 * (int(step) % 24 or 24))
+    assert out.count("epoch 1: each of 1437 images once") == 2
+    (off,) = re.findall(r"within (\S+) of those of a run that nobody disturbed", out)
+    assert float(off) < 1e-5
+    # what a run pays to survive: the lines that are marked, and the position in them
+    source = (ROOT / "examples" / "resumable.py").read_text()
+    loop = source[source.index("def train(") : source.index("def work(")].splitlines()
+    words = ("manifest", "manager", "options", "position", "run", "ledger", "now", "step", "Named")
+    assert sum(any(re.search(rf"\b{word}\b", line) for word in words) for line in loop) <= 40

@@ -2,8 +2,9 @@
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
+from typing import cast
 
 from jax_ddp_weighting._arguments import check_integer, check_up_to
 from jax_ddp_weighting._errors import JdwError
@@ -42,6 +43,10 @@ class EpochRecord:
         library_version: this library's version.
         start_step: the step it starts at, above 0 where it resumes.
 
+    Raises:
+        TypeError: a field is of another type.
+        ValueError: a number is out of range.
+
     Example:
         >>> plan = EpochPlan(47, num_replicas=3, batch_size=8)
         >>> record = EpochRecord.of(plan, 0, manifest_hash(np.arange(47)))
@@ -63,6 +68,22 @@ class EpochRecord:
     accepted: int
     library_version: str
     start_step: int = 0
+
+    def __post_init__(self) -> None:
+        # records may come from files and command lines, and are compared as they are
+        remedy = "EpochRecord.of(plan, epoch, manifest_hash) makes one."
+        for field in fields(self):
+            value, kind = getattr(self, field.name), cast(type, field.type)
+            if kind is int:
+                argument = f"EpochRecord: {field.name}"
+                low = -(2**63) if field.name == "seed" else 0
+                value = check_integer(argument, value, low, 2**64 - 1, remedy)
+                object.__setattr__(self, field.name, value)
+            elif not isinstance(value, kind):
+                raise TypeError(
+                    f"EpochRecord: {field.name} must be of type {kind.__name__}, got {value!r} "
+                    f"({type(value).__name__}). {remedy}"
+                )
 
     @classmethod
     def of(
@@ -125,7 +146,9 @@ class EpochRecord:
         return json.dumps(asdict(self))
 
 
-def check_agreement(record: EpochRecord, timeout_s: float = 60) -> None:
+def check_agreement(
+    record: EpochRecord, timeout_s: float = coordination.WAIT_S, *, name: str = ""
+) -> None:
     """Nothing, if every process has called this with the same record; else an error for all.
 
     The rule: records are compared through the coordination service of `jax.distributed`, not by a
@@ -154,12 +177,15 @@ def check_agreement(record: EpochRecord, timeout_s: float = 60) -> None:
     Args:
         record: this process's record, from `EpochRecord.of`.
         timeout_s: how many seconds to wait for the other processes.
+        name: what is agreed on, such as ``"evaluation"``. Calls of one name meet calls of the same:
+            give threads that check records of their own a name each.
 
     Raises:
         DisagreementError: records differ, or ranks are absent; names each differing field with its
             ranks and values, and each absent rank.
-        TypeError: `record` is no record, or `timeout_s` no number.
-        ValueError: `timeout_s` is not above 0, or the record is another process's.
+        TypeError: `record` is no record, `timeout_s` no number, or `name` no string.
+        ValueError: `timeout_s` is not above 0, `name` holds a slash, or the record is another
+            process's.
         RuntimeError: there are several processes without `jax.distributed`, or its service does not
             answer.
 
@@ -173,7 +199,13 @@ def check_agreement(record: EpochRecord, timeout_s: float = 60) -> None:
             f"check_agreement: record must be an EpochRecord, got {type(record).__name__}. "
             "EpochRecord.of(plan, epoch, manifest_hash) makes one."
         )
-    coordination.check_timeout("check_agreement: timeout_s", timeout_s)
+    timeout_s = coordination.check_timeout("check_agreement: timeout_s", timeout_s)
+    if not isinstance(name, str):
+        raise TypeError(f"check_agreement: name must be a string, got {name!r}.")
+    if "/" in name:
+        raise ValueError(
+            f"check_agreement: name must hold no slash, got {name!r}. It is a part of a key."
+        )
     index, count = coordination.this_process()
     if record.rank != index:
         raise ValueError(
@@ -183,7 +215,8 @@ def check_agreement(record: EpochRecord, timeout_s: float = 60) -> None:
     line = record.to_json()
     _log.info(line)
     among = tuple(range(count))
-    meeting = coordination.next_meeting("agreement", index, among)
+    topic = f"agreement {name}" if name else "agreement"
+    meeting = coordination.next_meeting(topic, index, among)
     judge = partial(_findings, among=among, timeout_s=timeout_s)
 
     def log(findings: str) -> None:

@@ -23,7 +23,6 @@ from jax_ddp_weighting.data.stopping import (
     Stopping,
     find_rows,
     find_width,
-    name_holders,
     raise_failure,
 )
 from jax_ddp_weighting.data.streams import Stream
@@ -31,7 +30,7 @@ from jax_ddp_weighting.data.watching import Watch
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.coordination import Meeting, find_differences, name_ranks
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.distributed.placement import RankPlacement
+from jax_ddp_weighting.distributed.placement import RankPlacement, name_holders
 
 JOIN_CONVENTIONS = ("example", "active_ranks", "initial_ranks", "shortest", "cycle")
 """Where ranks have unequal data, or none any more: what a step's gradient is divided by, or whether
@@ -46,7 +45,7 @@ def join_batches(
     sizes: Sequence[int] | None = None,
     name: str = "",
     axis_name: AxisName = "data",
-    timeout_s: float = 300,
+    timeout_s: float = coordination.WAIT_S,
 ) -> Iterator[Batch]:
     """Streams of unknown and different length as global batches: steps that all ranks take.
 
@@ -151,7 +150,7 @@ def join_batches(
             f'{convention!r}. "example" counts every row as its weight.'
         )
     widths = _check_sizes(sizes)
-    coordination.check_timeout("join_batches: timeout_s", timeout_s)
+    timeout_s = coordination.check_timeout("join_batches: timeout_s", timeout_s)
     layout = RankPlacement.here(mesh, axis_name, caller="join_batches")
     ranks = layout.local
     if not isinstance(batches, Iterable):
@@ -223,7 +222,9 @@ def _join(
     (state, width), widths = _open(streams, layout, meeting, compared, widths, timeout_s)
     at_shortest = convention == "shortest"
     stopping = Stopping(streams, layout, meeting, timeout_s, widths, at_shortest=at_shortest)
-    watch = Watch(meeting, layout, stopping, timeout_s)
+    watch = Watch(
+        "join_batches", meeting, layout, timeout_s, lambda step: stopping.is_known_to_end()
+    )
     step = 0
     try:
         while state == GOES_ON:
@@ -239,7 +240,7 @@ def _join(
             step += 1
             state, width = stopping.read(step)
     except GeneratorExit:  # by a break, or an error in the loop
-        watch.end(early=True)
+        watch.leave()
         raise
     finally:
         watch.end()

@@ -19,6 +19,7 @@ from jax_ddp_weighting.data.opening import Opening
 from jax_ddp_weighting.data.read_ahead import read_ahead
 from jax_ddp_weighting.data.row_format import RowFormat, describe_rows
 from jax_ddp_weighting.data.row_lengths import RowLengths
+from jax_ddp_weighting.data.watching import Watch
 from jax_ddp_weighting.distributed import coordination
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import RankPlacement, check_device_values, id_dtype
@@ -42,7 +43,7 @@ def batches(
     start_step: int = 0,
     prefetch: int = 2,
     axis_name: AxisName = "data",
-    timeout_s: float = 300,
+    timeout_s: float = coordination.WAIT_S,
 ) -> Iterator[Batch]:
     """An epoch of a plan as global device batches, each rank's rows on its device.
 
@@ -55,8 +56,12 @@ def batches(
     Processes that read different plans, epochs or steps, or whose rows differ in form, would go on
     with wrong rows, or hang or abort in a collective. So these are compared over the processes of
     the mesh, once a stream, at its first batch and through the coordination service; later rows
-    must have the form of the first. (An error of `fetch` at a later step is this process's alone:
-    see `join_batches` for streams whose errors are to reach all.)
+    must have the form of the first. An error of `fetch` at a later step is raised on this process
+    alone, and so is one in the loop; the others wait in the next step's collective, inside XLA,
+    where nothing can be raised. There the logger `jax_ddp_weighting.batches` names, at level ERROR,
+    who has left the loop, and why, some seconds after, and who is behind or gone after `timeout_s`;
+    the error itself comes when the collective's own library gives up. See `join_batches` for
+    streams whose errors are raised on all.
 
     A loop that is left early, by `break` or by an error, is left at once, even while `fetch` hangs;
     and so is the program.
@@ -76,7 +81,8 @@ def batches(
             before. On others, give what `plan.resumed` returns, whose steps count from 0.
         prefetch: how many batches are made ahead; 0 makes each when it is asked for.
         axis_name: the data axis.
-        timeout_s: how many seconds to wait, at the first batch, for other processes' first rows.
+        timeout_s: how many seconds to wait, at the first batch, for other processes' first rows;
+            and how long a step may take before the log names who is behind.
 
     Returns:
         An iterator of the plan's steps from `start_step` on, every leaf a global array
@@ -118,7 +124,7 @@ def batches(
     remedy = "A later step belongs to the next epoch."
     start_step = check_up_to("batches: start_step", start_step, steps, remedy)
     prefetch = check_at_least("batches: prefetch", prefetch, 0, "0 fetches without a thread.")
-    coordination.check_timeout("batches: timeout_s", timeout_s)
+    timeout_s = coordination.check_timeout("batches: timeout_s", timeout_s)
     _check_ids_fit(plan)
     _warn_of_one_draw(plan, epoch)
     lengths = None if isinstance(plan, EpochPlan) else RowLengths("batches")
@@ -180,7 +186,22 @@ def batches(
     def read() -> Iterator[Batch]:
         if start_step == steps:  # others may not think so, and would wait for rows from here
             opening.check_without_rows()
-        yield from read_ahead(range(start_step, steps), prefetch, fetch_rows, place_rows)
+            return
+        made = read_ahead(range(start_step, steps), prefetch, fetch_rows, place_rows)
+        watch = Watch("batches", meeting, layout, timeout_s, lambda step: step == steps - 1)
+        try:
+            for step, batch in enumerate(made, start_step):
+                watch.enter(step)
+                yield batch
+        except GeneratorExit:  # by a break, or an error in the loop
+            watch.leave()
+            raise
+        except Exception as error:
+            watch.leave(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            watch.end()
+            made.close()
 
     return read()
 

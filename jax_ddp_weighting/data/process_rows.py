@@ -16,7 +16,11 @@ from jax_ddp_weighting.distributed.placement import RankPlacement, device_ids
 
 
 def global_batch(
-    batch: Batch, mesh: Mesh, *, axis_name: AxisName = "data", timeout_s: float = 300
+    batch: Batch,
+    mesh: Mesh,
+    *,
+    axis_name: AxisName = "data",
+    timeout_s: float = coordination.WAIT_S,
 ) -> Batch:
     """One global batch of every process's own rows, for a training step or `evaluate`.
 
@@ -52,7 +56,7 @@ def global_batch(
         ([1.0, 2.0, 3.0], [1, 1, 1])
     """
     check_batch("global_batch: batch must be a Batch", batch)
-    coordination.check_timeout("global_batch: timeout_s", timeout_s)
+    timeout_s = coordination.check_timeout("global_batch: timeout_s", timeout_s)
     layout = RankPlacement.here(mesh, axis_name, caller="global_batch")
     meeting = coordination.next_meeting("global batch", jax.process_index(), layout.processes)
     opening = Opening("global_batch", meeting, {}, timeout_s)

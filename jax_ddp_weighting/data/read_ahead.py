@@ -3,7 +3,7 @@
 import atexit
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
@@ -13,7 +13,7 @@ from jax_ddp_weighting.data.batch import Batch
 
 def read_ahead(
     steps: range, prefetch: int, fetch: Callable[[int], Any], place: Callable[[Any], Batch]
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """`place(fetch(step))` for every step, at most `prefetch` of them ahead of the one yielded.
 
     The rule: errors surface at their own step. Whoever leaves, by an error, a `break` or the end of

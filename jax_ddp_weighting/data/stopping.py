@@ -3,7 +3,6 @@
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,8 +12,8 @@ from jax.sharding import NamedSharding
 
 from jax_ddp_weighting.data.streams import Stream
 from jax_ddp_weighting.distributed import mesh as meshes
-from jax_ddp_weighting.distributed.coordination import Meeting, name_ranks
-from jax_ddp_weighting.distributed.placement import RankPlacement
+from jax_ddp_weighting.distributed.coordination import Meeting, find_grace, name_ranks
+from jax_ddp_weighting.distributed.placement import RankPlacement, name_holders
 
 ENDED, GOES_ON, STOPS, FAILED = range(4)
 """What a rank is about to do, in the order in which it decides for all."""
@@ -188,11 +187,6 @@ def find_width(rows: int, widths: tuple[int, ...]) -> int:
     return min(bisect_left(widths, rows), len(widths) - 1)
 
 
-def find_grace(timeout_s: float) -> float:
-    """How much later than others a process may have come to wait for them."""
-    return min(timeout_s / 4, 10.0)
-
-
 @cache
 def _greatest(everywhere: NamedSharding) -> Any:
     def take_greatest(said: jax.Array) -> jax.Array:
@@ -228,9 +222,3 @@ def raise_failure(
     text = meeting.aside("failed").conclude(json.dumps(failures), judge, timeout_s=timeout_s)
     cause = next((stream.failure for stream in streams if stream.failure), None)
     raise RuntimeError(text) from cause
-
-
-def name_holders(processes: Sequence[int], layout: RankPlacement) -> str:
-    """The ranks of processes, and the processes."""
-    ranks = [rank for process in processes for rank in layout.held[process]]
-    return f"{name_ranks(ranks)} ({name_ranks(processes, 'process')})"

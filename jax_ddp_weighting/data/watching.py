@@ -3,13 +3,18 @@
 import json
 import logging
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from threading import Event, Thread
+from typing import Any
 
-from jax_ddp_weighting.data.stopping import Stopping, find_grace, name_holders
-from jax_ddp_weighting.distributed.coordination import Meeting
-from jax_ddp_weighting.distributed.placement import RankPlacement
+from jax_ddp_weighting.distributed.coordination import Meeting, find_grace
+from jax_ddp_weighting.distributed.placement import RankPlacement, name_holders
 
-_log = logging.getLogger("jax_ddp_weighting.join")  # as documented
+_LOGGERS = {  # as documented
+    "batches": "jax_ddp_weighting.batches",
+    "join_batches": "jax_ddp_weighting.join",
+}
 
 
 class Watch:
@@ -20,37 +25,51 @@ class Watch:
     one step for `timeout_s`, those who have left the loop are named, those who are at an earlier
     step, and, a little later, those of whom nothing is known. Where all are at the same step there
     is nothing to name: their step takes long. A process at one step for a quarter of that says
-    where it is, and one that leaves the loop early says so; else this costs nothing.
+    where it is, and one that leaves the loop early says so; else this costs nothing. One that has
+    left by an error of its own is named as soon as that is known.
 
     Args:
+        caller: who speaks.
         meeting: the meeting of the streams of all processes.
         layout: where the ranks are.
-        stopping: what is known of the end.
         timeout_s: how long a step may take.
+        is_known_to_end: whether it is known already that the step it is at is the last one, after
+            which a process may be anywhere.
     """
 
     def __init__(
-        self, meeting: Meeting, layout: RankPlacement, stopping: Stopping, timeout_s: float
+        self,
+        caller: str,
+        meeting: Meeting,
+        layout: RankPlacement,
+        timeout_s: float,
+        is_known_to_end: Callable[[int], bool],
     ) -> None:
+        self._caller = caller
+        self._log = logging.getLogger(_LOGGERS[caller])
         self._meeting = meeting
         self._layout = layout
-        self._stopping = stopping
+        self._is_known_to_end = is_known_to_end
         self._timeout_s = timeout_s
         self._at = (0, time.monotonic())  # the step, and since when
         self._over = Event()
-        self._thread = Thread(target=self._run, name="join_batches", daemon=True)
         if len(layout.processes) > 1:
-            self._thread.start()
+            Thread(target=self._run, name=caller, daemon=True).start()
 
     def enter(self, step: int) -> None:
         """The loop comes to a step."""
         self._at = step, time.monotonic()
 
-    def end(self, *, early: bool = False) -> None:
-        """The loop is over; `early`, if others may go on without this process."""
+    def end(self) -> None:
+        """The loop is over."""
         self._over.set()
-        if early and len(self._layout.processes) > 1:
-            self._meeting.leave_note("left", json.dumps(self._at[0]))
+
+    def leave(self, why: str = "") -> None:
+        """The loop is over, while others may go on without this process."""
+        self._over.set()
+        if len(self._layout.processes) > 1:
+            with suppress(RuntimeError):  # it may be the service that is gone; leave all the same
+                self._meeting.leave_note("left", json.dumps([self._at[0], why]), limit_s=2)
 
     def _run(self) -> None:
         grace = find_grace(self._timeout_s)
@@ -58,35 +77,56 @@ class Watch:
         while not self._over.wait(min(1.0, grace / 4)):
             step, since = self._at
             stuck = time.monotonic() - since
-            if stuck > grace * 0.75 and said < step:
-                said = step
-                self._meeting.leave_note("at", json.dumps(step))
-            if stuck > self._timeout_s and named < step:
-                culprits = self._find_culprits(step, certain=stuck < self._timeout_s + grace)
-                if culprits and self._at == (step, since):
-                    named = step
-                    _log.error(
-                        "join_batches: this process has been at step %d for %.0f s: %s. A step "
-                        "ends when all ranks have run it: look at their logs. What the devices "
-                        "say will come later, and name nobody.",
-                        step,
-                        stuck,
-                        "; ".join(culprits),
-                    )
+            if stuck < grace * 0.75:
+                continue
+            try:
+                if said < step:
+                    said = step
+                    self._meeting.leave_note("at", json.dumps(step))
+                left = self._read("left")
+                failed = any(why for _, why in left.values())
+                if named >= step or (stuck < self._timeout_s and not failed):
+                    continue
+                culprits = self._find_culprits(
+                    step,
+                    left,
+                    early=stuck < self._timeout_s,
+                    certain=stuck < self._timeout_s + grace,
+                )
+            except RuntimeError as error:  # the service's, which process 0 holds
+                culprits = [str(error)]
+            if culprits and self._at == (step, since):
+                named = step
+                self._log.error(
+                    "%s: this process has been at step %d for %.0f s: %s. A step ends when all "
+                    "ranks have run it: look at their logs. What the devices say will come later, "
+                    "and name nobody.",
+                    self._caller,
+                    step,
+                    stuck,
+                    "; ".join(culprits),
+                )
 
-    def _find_culprits(self, step: int, *, certain: bool) -> list[str]:
-        left = {p: json.loads(text) for p, text in self._meeting.read_notes("left").items()}
-        at = {p: json.loads(text) for p, text in self._meeting.read_notes("at").items()}
+    def _read(self, subject: str) -> dict[int, Any]:
+        return {p: json.loads(text) for p, text in self._meeting.read_notes(subject).items()}
+
+    def _find_culprits(
+        self, step: int, left: dict[int, Any], *, early: bool, certain: bool
+    ) -> list[str]:
+        at = self._read("at")
         culprits = [
             f"{name_holders([process], self._layout)} left the loop at step {last}"
-            for process, last in left.items()
+            + (f", since {why}" if why else "")
+            for process, (last, why) in left.items()
         ]
+        if early:  # those who are behind may be about to say where they are now
+            return culprits
         culprits += [
-            f"{name_holders([process], self._layout)} still at step {last}"
+            f"{name_holders([process], self._layout)} last heard of at step {last}"
             for process, last in at.items()
             if last < step and process not in left
         ]
         absent = [p for p in self._layout.processes if p not in left | at]
-        if absent and not culprits and not certain and not self._stopping.is_known_to_end():
+        if absent and not culprits and not certain and not self._is_known_to_end(step):
             culprits.append(f"{name_holders(absent, self._layout)} absent")
         return culprits

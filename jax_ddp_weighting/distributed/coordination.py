@@ -4,23 +4,33 @@ No device takes part, so a process that is late or gone is named where a collect
 is the only file that touches the client of `jax.distributed`.
 """
 
+import inspect
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import jax
+import numpy as np
 from jax._src import distributed  # the client has no public name; Orbax takes it from here too
 
 from jax_ddp_weighting._arguments import list_some
 
+_log = logging.getLogger("jax_ddp_weighting.coordination")
+
 _ROOT = "jax_ddp_weighting"
+WAIT_S = 60.0
+"""How long one process waits for others by default. It is less than the 100 s after which JAX ends
+all processes where one was killed, and the 300 s for which one that leaves waits for the others, so
+that whoever is gone is named first."""
 T = TypeVar("T")
 
 
@@ -127,10 +137,14 @@ class Meeting:
         """Another meeting of the same processes, which need not take place."""
         return replace(self, folder=f"{self.folder} {subject}")
 
-    def leave_note(self, subject: str, text: str) -> None:
+    def leave_note(self, subject: str, text: str, *, limit_s: float = 10) -> None:
         """A few words of this process's for whoever reads the notes on the subject."""
         key = f"{self.folder} {subject}/{self.index}"
-        _ask_service(lambda: _client().key_value_set(key, text, allow_overwrite=True))
+        _ask_service(
+            lambda: _client().key_value_set(key, text, allow_overwrite=True), limit_s=limit_s
+        )
+        with _lock:
+            _noted.setdefault(self.folder.rsplit("/", 1)[0], set()).add(key)
 
     def read_notes(self, subject: str) -> dict[int, str]:
         """The notes on a subject, by process."""
@@ -199,6 +213,7 @@ _LATE = 2**32  # more than there are processes
 
 _lock = Lock()
 _held: dict[str, int] = {}  # topic -> meetings so far
+_noted: dict[str, set[str]] = {}  # topic -> keys of notes that stand in the service
 _held_by: list[Any] = []  # the client they were held over: a new service knows nothing of the old
 
 
@@ -209,26 +224,76 @@ def next_meeting(topic: str, index: int, among: tuple[int, ...]) -> Meeting:
         if not _held_by or _held_by[0] is not client:
             _held_by[:] = [client]
             _held.clear()
+            _noted.clear()
         # a numbering of its own for each circle: some processes may meet without the others
         topic = f"{topic}/{'-'.join(_runs(among))}"
         number = _held.get(topic, 0)
         _held[topic] = number + 1
+        # notes of the meeting before concern nobody any more, or a service would fill up with them
+        stale = _noted.pop(f"{_ROOT}/{topic}", set())
+    if stale:
+        with suppress(RuntimeError):
+            _ask_service(lambda: [client.key_value_delete(key) for key in stale])
     return Meeting(f"{_ROOT}/{topic}/{number}", index, among)
 
 
-def check_timeout(argument: str, timeout_s: Any) -> None:
-    """Refuses a time limit that is no positive number of seconds.
+def check_timeout(argument: str, timeout_s: Any) -> float:
+    """A time limit as a float, if it is a number of seconds that can be waited for.
+
+    Where there are several processes, one that JAX may be too impatient for is said in the log.
 
     Raises:
         TypeError: it is no number.
-        ValueError: it is not above 0, or not finite.
+        ValueError: it is not above 0, or above 1e8.
     """
     remedy = "It is in seconds: 60 is a minute."
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+    real = isinstance(timeout_s, Real | np.integer | np.floating)
+    if not real or isinstance(timeout_s, bool):
         kind = type(timeout_s).__name__
         raise TypeError(f"{argument} must be a number, got {timeout_s!r} ({kind}). {remedy}")
-    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+    seconds = float(cast(Any, timeout_s))
+    if not (seconds > 0 and math.isfinite(seconds)):
         raise ValueError(f"{argument} must be above 0 and finite, got {timeout_s}. {remedy}")
+    if seconds > _LONGEST:  # further than the clocks of threads and of the service count
+        raise ValueError(
+            f"{argument} must be at most {_LONGEST:g}, which is three years, got {seconds:g}. "
+            f"{remedy}"
+        )
+    _compare_with_heartbeat(argument, seconds)
+    return seconds
+
+
+_LONGEST = 1e8
+_compared: set[tuple[str, float]] = set()
+
+
+def _compare_with_heartbeat(argument: str, timeout_s: float) -> None:
+    """Says, once, where JAX ends all processes before one that was killed could be named.
+
+    JAX does not tell what heartbeat it was given. So the limit is held against its default.
+    """
+    client = _client()
+    if client is None or this_process()[1] == 1 or (argument, timeout_s) in _compared:
+        return
+    _compared.add((argument, timeout_s))
+    defaults = inspect.signature(jax.distributed.initialize).parameters
+    for name in ("heartbeat_timeout_seconds", "shutdown_timeout_seconds"):
+        limit = getattr(defaults.get(name), "default", math.inf)
+        if timeout_s + _grace(timeout_s) >= limit:
+            _log.warning(
+                "%s is %g, and %s of jax.distributed.initialize is %g unless you gave it another: "
+                "JAX would end all processes before one that is gone can be named. Give a smaller "
+                "timeout_s, or initialize a longer time.",
+                argument,
+                timeout_s,
+                name,
+                limit,
+            )
+
+
+def find_grace(timeout_s: float) -> float:
+    """How much later than others a process may have come to wait for them."""
+    return min(timeout_s / 4, 10.0)
 
 
 def name_ranks(indices: Any, noun: str = "rank") -> str:
@@ -293,6 +358,36 @@ def _grace(timeout_s: float) -> float:
     return min(max(1.0, timeout_s / 4), 10.0)
 
 
+class Aside(Generic[T]):
+    """A call in a thread of its own, which can be waited for in slices, and be abandoned.
+
+    Calls into C++ see no signals, and some ignore even their own timeouts.
+    """
+
+    def __init__(self, call: Callable[[], T], name: str) -> None:
+        self._answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                self._answers.put((call(), None))
+            except BaseException as error:  # it belongs to the caller
+                self._answers.put((None, error))
+
+        Thread(target=run, name=name, daemon=True).start()
+
+    def wait(self, seconds: float) -> T:
+        """What the call returns.
+
+        Raises:
+            Empty: it has not, within so many seconds.
+            BaseException: whatever the call raised.
+        """
+        answer, error = self._answers.get(timeout=seconds)
+        if error is not None:
+            raise error
+        return cast(T, answer)
+
+
 def _ask_service(talk: Callable[[], T], limit_s: float = 10.0) -> T:
     """What `talk` returns, which makes calls to the service.
 
@@ -302,31 +397,19 @@ def _ask_service(talk: Callable[[], T], limit_s: float = 10.0) -> T:
     Raises:
         RuntimeError: the service answers with an error, or not within `limit_s`.
     """
-    answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((talk(), None))
-        except BaseException as error:  # it belongs to the caller
-            answers.put((None, error))
-
-    Thread(target=run, name="coordination", daemon=True).start()
     try:
-        answer, error = answers.get(timeout=limit_s)
+        return Aside(talk, "coordination").wait(limit_s)
     except Empty:
         raise RuntimeError(
             f"jax_ddp_weighting: the coordination service must answer, got nothing for "
             f"{limit_s:g} s: process 0 does not answer. It holds the service, and is stopped or "
             "cut off: look at its log first."
         ) from None
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
             "jax_ddp_weighting: the coordination service must answer, got "
             f"{str(error).splitlines()[0]}. Process 0 holds it: look at its log first."
         ) from error
-    if error is not None:
-        raise error
-    return cast(T, answer)
 
 
 def _runs(indices: tuple[int, ...]) -> list[str]:

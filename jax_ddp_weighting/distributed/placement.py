@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jax_ddp_weighting.distributed import mesh as meshes
+from jax_ddp_weighting.distributed.coordination import name_ranks
 from jax_ddp_weighting.distributed.mesh import AxisName
 
 
@@ -122,6 +123,12 @@ class RankPlacement:
 
     def _split(self, rows: np.ndarray) -> list[np.ndarray]:
         return [copy_aligned(each) for each in self._lend(rows)]
+
+
+def name_holders(processes: Sequence[int], layout: RankPlacement) -> str:
+    """The ranks of processes, and the processes."""
+    ranks = [rank for process in processes for rank in layout.held[process]]
+    return f"{name_ranks(ranks)} ({name_ranks(processes, 'process')})"
 
 
 # What XLA's CPU client asks of memory that it is to use as it is. A copy on this boundary is the

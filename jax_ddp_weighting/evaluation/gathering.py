@@ -9,6 +9,8 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_length
 from jax_ddp_weighting.distributed import allgather
+from jax_ddp_weighting.distributed.coordination import WAIT_S, check_timeout
+from jax_ddp_weighting.distributed.waiting import Waiting
 from jax_ddp_weighting.evaluation.id_index import common_id_dtype, index_ids
 from jax_ddp_weighting.evaluation.local_rows import LocalRows
 from jax_ddp_weighting.evaluation.predictions import (
@@ -32,6 +34,7 @@ def gather_by_id(
     num_examples: int | None = None,
     to: Literal["all"] = "all",
     pad: Any = None,
+    timeout_s: float = WAIT_S,
 ) -> Predictions: ...
 @overload
 def gather_by_id(
@@ -42,6 +45,7 @@ def gather_by_id(
     num_examples: int | None = None,
     to: Literal["first"],
     pad: Any = None,
+    timeout_s: float = WAIT_S,
 ) -> Predictions | None: ...
 def gather_by_id(
     ids: Any,
@@ -51,6 +55,7 @@ def gather_by_id(
     num_examples: int | None = None,
     to: str = "all",
     pad: Any = None,
+    timeout_s: float = WAIT_S,
 ) -> Predictions | None:
     """Every accepted row's prediction, from all processes, in the order of the ids.
 
@@ -58,8 +63,10 @@ def gather_by_id(
     position, and each id comes out once. Equal copies are dropped and reported; copies that differ
     are an error, since neither can be believed. Nothing is rounded on the way: the bytes travel.
 
-    Every process must call it, an empty-handed one too, and an error on one is an error on all.
-    Beside the result a process holds one chunk of about 1 MiB from each process.
+    Every process must call it, an empty-handed one too, and an error on one is an error on all. One
+    that does not come, or is gone, is named on the others after `timeout_s`, and at most a quarter
+    of that or 10 s more. Beside the result a process holds one chunk of about 1 MiB from each
+    process.
 
     Args:
         ids: integers of up to 64 bits, or strings, ``[rows]``: this process's rows, on the host or
@@ -74,6 +81,7 @@ def gather_by_id(
             the others.
         pad: where rows differ in their first axis between steps or processes, as generated tokens
             do: the value to fill narrower rows with. They are refused when None.
+        timeout_s: how many seconds to wait for other processes at each exchange.
 
     Returns:
         `Predictions`, the leaves on the host.
@@ -84,6 +92,7 @@ def gather_by_id(
         TypeError: ids are neither integers nor strings; a leaf has several dtypes.
         ValueError: two rows claim one id with different predictions (it names both rows); lengths,
             structures or shapes differ; a weight is negative or NaN.
+        RuntimeError: another process failed, or is absent; it names it.
 
     Example:
         >>> ids, weights = np.array([2, 0, 1, 0]), np.array([1, 1, 1, 0])  # the last is padding
@@ -91,9 +100,11 @@ def gather_by_id(
         >>> found.ids.tolist(), found.predictions["class"].tolist()
         ([0, 1, 2], [5, 6, 7])
     """
+    timeout_s = check_timeout("gather_by_id: timeout_s", timeout_s)
+    waiting = Waiting("gather_by_id", timeout_s)
     # Whatever fails on one process alone is told to all before any rows travel: a process that
-    # raised by itself would leave the others waiting in a collective for ever.
-    with allgather.together(CoverageError) as looks:
+    # raised by itself would leave the others waiting in a collective.
+    with allgather.together(waiting, CoverageError) as looks:
         if to not in ("all", "first"):
             raise ValueError(
                 f'gather_by_id: to must be "all" or "first", got {to!r}. '
@@ -105,36 +116,46 @@ def gather_by_id(
         looks.tell({**local.describe(), "arguments": repr((num_examples, to, pad))})
     leaves = _agree_on_leaves(looks.heard, pad)
     local.take_structure(_agree_on_structure(looks.heard))
-    with allgather.together(CoverageError) as read:
-        read.tell(local.read())
+    keeps = to == "all" or jax.process_index() == 0
+    with allgather.together(waiting, CoverageError) as read:
+        read.tell(waiting.wait(local.lay, lambda _: local.read()))
     counts = [each["count"] for each in read.heard]
     id_dtype = common_id_dtype(read.heard, caller="gather_by_id")
 
-    keeps = to == "all" or jax.process_index() == 0
-    gathered = np.empty(sum(counts) if keeps else 0, id_dtype)
+    with allgather.together(waiting):  # memory may run out on one process, as everywhere below
+        gathered = np.empty(sum(counts) if keeps else 0, id_dtype)
     size = allgather.rows_per_chunk(id_dtype.itemsize)
+
+    def put_ids(first: int, columns: allgather.Columns) -> None:
+        if keeps:
+            gathered[first : first + len(columns[0])] = columns[0]
+
     # Ids travel first and alone: once all are here, every later row can go straight to where it
     # belongs, and no second copy of the predictions is ever made to sort them.
-    own = ([chunk.astype(id_dtype, copy=False)] for chunk in local.ids(size))
-    for first, (chunk,) in allgather.allgather_rows(own, counts, [(id_dtype, ())]):
-        if keeps:
-            gathered[first : first + len(chunk)] = chunk
+    with allgather.together(waiting):
+        own = ([chunk.astype(id_dtype, copy=False)] for chunk in local.ids(size))
+        allgather.allgather_rows(own, counts, [(id_dtype, ())], put_ids, waiting)
     table = None
     # Together, since an id that is missing is found where the result is kept, perhaps on process 0
     # alone, and the others would wait for its rows.
-    with allgather.together(CoverageError):
+    with allgather.together(waiting, CoverageError):
         if keeps:
             index = index_ids(gathered, num_examples, caller="gather_by_id")
             del gathered  # the index holds what is needed of them, often in the same memory
             table = Table(index, leaves)
 
-    like = columns_like(leaves)
-    size = allgather.rows_per_chunk(allgather.row_bytes(like))
-    own = (columns_of(rows, leaves) for rows in local.leaves(size))
-    for first, columns in allgather.allgather_rows(own, counts, like):
+    def put_rows(first: int, columns: allgather.Columns) -> None:
         if table is not None:
             table.put(first, columns)
-    _refuse_conflicts([] if table is None else table.conflicts(), local)
+
+    like = columns_like(leaves)
+    size = allgather.rows_per_chunk(allgather.row_bytes(like))
+    with allgather.together(waiting) as ended:
+        own = (columns_of(rows, leaves) for rows in local.leaves(size))
+        allgather.allgather_rows(own, counts, like, put_rows, waiting)
+        conflicts = [] if table is None else table.conflicts()
+        ended.tell([len(conflicts), list(conflicts[:1])])
+    _refuse_conflicts(ended.heard, local, waiting)
     return None if table is None else table.result(local.unflatten)
 
 
@@ -183,17 +204,16 @@ def _agree_on_structure(everyone: Sequence[Mapping[str, Any]]) -> Any:
     return said[0]["spelled"]
 
 
-def _refuse_conflicts(conflicts: Sequence[Any], local: LocalRows) -> None:
+def _refuse_conflicts(found: Sequence[Any], local: LocalRows, waiting: Waiting) -> None:
     """Names the ids, and where the rows that claim the first of them sit, on every process."""
-    number, shown = max(
-        allgather.allgather_messages([len(conflicts), list(conflicts[:1])]), key=lambda x: x[0]
-    )
+    number, shown = max(found, key=lambda x: x[0])
     if not number:
         return
-    everywhere = allgather.allgather_messages(local.claims(shown[0]))
+    with allgather.together(waiting) as looked:
+        looked.tell(local.claims(shown[0]))
     rows = [
-        f"{row} on process {process}" if len(everywhere) > 1 else row
-        for process, claims in enumerate(everywhere)
+        f"{row} on process {process}" if len(looked.heard) > 1 else row
+        for process, claims in enumerate(looked.heard)
         for row in claims
     ]
     raise conflict_error("gather_by_id", shown[0], rows, number)

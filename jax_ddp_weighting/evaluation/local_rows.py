@@ -167,12 +167,17 @@ class LocalRows:
         except TypeError:  # of a kind that JSON has no word for: it is compared as text alone
             return None
 
+    def lay(self) -> None:
+        """Has the devices lay global arrays alike, which all processes must do; waits for none."""
+        for step in self._steps:
+            step.lay()
+
     def read(self) -> dict[str, Any]:
-        """Lays the arrays alike and reads the weights; says what the accepted rows are.
+        """Waits for the arrays, once they are laid, and reads the weights.
 
         Returns:
-            `count` of them, and of their ids the `span`, lowest and highest, or the `width` of
-            strings; as JSON holds it.
+            `count` of the accepted rows, and of their ids the `span`, lowest and highest, or the
+            `width` of strings; as JSON holds it.
 
         Raises:
             ValueError: a weight is negative, NaN or infinite.
@@ -229,7 +234,7 @@ class _Step:
             )
         ids = _check_ids(ids, where, caller)
         self.rows = len(ids)
-        self._weights = None if weights is None else _array(weights)
+        weights = None if weights is None else _array(weights)
         paths, self.treedef = jax.tree_util.tree_flatten_with_path(
             predictions, is_leaf=_is_list_of_scalars
         )
@@ -240,7 +245,7 @@ class _Step:
             )
         self.names = [jax.tree_util.keystr(path) for path, _ in paths]
         arrays = [_array(leaf) for _, leaf in paths]
-        everything = [ids, *arrays] + ([] if self._weights is None else [self._weights])
+        everything = [ids, *arrays] + ([] if weights is None else [weights])
         spread = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in everything]
         if any(spread) and not all(spread):
             raise ValueError(
@@ -249,24 +254,30 @@ class _Step:
                 "has them."
             )
         self.is_global = any(spread)
-        if self._weights is not None:
-            _check_weights(self._weights, ids, where, caller)
+        if weights is not None:
+            _check_weights(weights, ids, where, caller)
         arrays = [
             _check_leaf(leaf, ids, name, where, caller)
             for name, leaf in zip(self.names, arrays, strict=True)
         ]
         self.ids = Column(ids)
         self.leaves = [Column(leaf) for leaf in arrays]
+        self._weights = None if weights is None else Column(weights)
         self.count = 0
         self._accepted: list[tuple[int, int, Any]] = []
 
-    def read(self) -> None:
-        """Lays the arrays alike, waits for them, and finds the accepted rows."""
-        weights = None if self._weights is None else Column(self._weights)
-        columns = [self.ids, *self.leaves] + ([] if weights is None else [weights])
+    def _columns(self) -> list[Column]:
+        return [self.ids, *self.leaves] + ([] if self._weights is None else [self._weights])
+
+    def lay(self) -> None:
+        """Has the devices lay the arrays alike."""
         if self.is_global:
-            for column in columns:
+            for column in self._columns():
                 column.lay_like(self.ids)
+
+    def read(self) -> None:
+        """Waits for the arrays, and finds the accepted rows."""
+        columns, weights = self._columns(), self._weights
         for column in columns:
             column.split()
         # Columns may be cut differently (ids on the host, predictions on devices): between two
@@ -280,6 +291,7 @@ class _Step:
             )
             self.count += stop - start if kept is None else int(np.count_nonzero(kept))
             self._accepted.append((start, stop, kept))
+        self._weights = None  # nobody asks for them again
 
     def _find_accepted(self, weights: np.ndarray, first: int) -> np.ndarray | None:
         """Which rows are accepted; None where all are."""

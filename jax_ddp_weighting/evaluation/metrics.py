@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
 from typing import Any, Literal
 
 import jax
@@ -19,7 +20,10 @@ from jax_ddp_weighting.data.batch import (
     place_batch,
 )
 from jax_ddp_weighting.distributed import mesh as meshes
+from jax_ddp_weighting.distributed.coordination import WAIT_S, check_timeout
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.distributed.placement import RankPlacement
+from jax_ddp_weighting.distributed.waiting import Waiting
 from jax_ddp_weighting.evaluation.exact_sums import ExactSum
 from jax_ddp_weighting.weighting.loss_terms import check_arrays, describe, name_sums
 from jax_ddp_weighting.weighting.sums import WeightedSum
@@ -78,6 +82,7 @@ def evaluate(
     params: PyTree = None,
     empty: Literal["raise", "nan"] = "raise",
     axis_name: AxisName = "data",
+    timeout_s: float = WAIT_S,
 ) -> Evaluation:
     """The mean of each metric over all rows of all batches, each row counted as its weight, once.
 
@@ -104,7 +109,9 @@ def evaluate(
     would also leave out a class whose losses are NaN.
 
     In a run of several processes every process must give the same number of batches, as
-    `batches(plan, ...)` does whatever the number of examples.
+    `batches(plan, ...)` does whatever the number of examples. One that does not come, gives fewer
+    or is gone is named on the others, `timeout_s` after they began to wait for a result, and at
+    most a quarter of that or 10 s more; where all wait, the devices are slow, and are waited for.
 
     Args:
         metric_fn: `metric_fn(batch)` returns a dict of `WeightedSum`s, each over its own weight, or
@@ -119,6 +126,8 @@ def evaluate(
         empty: what the mean of a metric without any weight is: an error, or `"nan"`. Never 0, which
             would pass for a result.
         axis_name: the data axis.
+        timeout_s: how many seconds to wait for other processes, before the first batch and for the
+            result of a step.
 
     Returns:
         An `Evaluation`: a mapping of name to mean, with `accepted` and the exact `sums`; the same
@@ -131,6 +140,7 @@ def evaluate(
             passed 2**31 in one step; a weight is an array of another shape than its total; a
             shape changes from step to step, or with the number of rows; a batch has `missing`
             weight; the mesh lacks the axis.
+        RuntimeError: another process is absent; it names it.
 
     Example:
         >>> def metric_fn(params, batch):
@@ -151,12 +161,16 @@ def evaluate(
     if empty not in ("raise", "nan"):
         raise ValueError(f'evaluate: empty must be "raise" or "nan", got {empty!r}.')
     ranks = meshes.num_ranks(mesh, axis_name, caller="evaluate")
+    timeout_s = check_timeout("evaluate: timeout_s", timeout_s)
+    waiting = Waiting(
+        "evaluate", timeout_s, RankPlacement.of(mesh, axis_name, caller="evaluate").processes
+    )
+    waiting.meet()
     everywhere = meshes.replicated_sharding(mesh)
     first = () if params is None else (meshes.place(params, everywhere),)
     # jit keeps what it compiled by the function itself, so a second `evaluate` compiles nothing
-    compiled = jax.jit(metric_fn, out_shardings=everywhere)
-    count = jax.jit(_count_accepted, out_shardings=everywhere)
-    totals = _Totals()
+    compiled = jax.jit(_count_too(metric_fn), out_shardings=everywhere)
+    totals = _Totals(waiting)
     in_flight: deque[tuple[Any, Array]] = deque()
     # by the form of a row: of a plan by tokens, batches of long rows have few, and of short many
     rows: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -179,31 +193,44 @@ def evaluate(
             filled = replace(filled, weights=np.zeros_like(filled.weights))
         sharding = meshes.row_sharding(mesh, axis_name)
         batch = place_batch(filled, sharding, caller="evaluate")
-        sums = compiled(*first, batch)
+        sums, accepted = compiled(*first, batch)
         if not in_flight and not totals.steps:
             _check_no_rows(metric_fn, first, batch, sums)
-        in_flight.append((sums, count(batch.weights)))
+        in_flight.append((sums, accepted))
         if len(in_flight) > _AHEAD:
-            totals.add(*in_flight.popleft())
+            totals.add(in_flight.popleft())
     while in_flight:
-        totals.add(*in_flight.popleft())
+        totals.add(in_flight.popleft())
     return totals.evaluation(empty)
 
 
-def _count_accepted(weights: Array) -> Array:
-    return jnp.sum(weights > 0, dtype=jnp.int32)
+@lru_cache(maxsize=64)
+def _count_too(metric_fn: MetricFn) -> Callable[..., tuple[Any, Array]]:
+    """The metric and how many rows are accepted, in one program: the same one for a metric.
+
+    XLA's CPU client runs a program as small as the count alone in the thread that asks for it,
+    where nothing bounds the wait for other processes.
+    """
+
+    @wraps(metric_fn)  # by its name it is found in logs of compilations and profiles
+    def measure(*arguments: Any) -> tuple[Any, Array]:
+        return metric_fn(*arguments), jnp.sum(arguments[-1].weights > 0, dtype=jnp.int32)
+
+    return measure
 
 
 class _Totals:
     """Sums over steps, exact, by name: of a total and of its weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Waiting) -> None:
+        self._waiting = waiting
         self._sums: dict[str, tuple[ExactSum, ExactSum]] = {}
         self._accepted = 0
         self.steps = 0
 
-    def add(self, sums: Any, accepted: Array) -> None:
-        for name, each in _named(jax.device_get(sums)).items():
+    def add(self, on_devices: tuple[Any, Array]) -> None:
+        sums, accepted = self._waiting.wait(lambda: on_devices, jax.device_get)
+        for name, each in _named(sums).items():
             self._check_weight(name, each.weight)
             new = {"total": each.total, "weight": each.weight}
             if name not in self._sums:

@@ -7,10 +7,15 @@ step that is run again replaces its own part, and nothing is ever appended to.
 import hashlib
 import json
 import os
-import re
-from collections.abc import Iterator
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import jax
 import numpy as np
@@ -18,11 +23,12 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_epoch, check_length
 from jax_ddp_weighting._files import open_whole
-from jax_ddp_weighting.distributed.allgather import allgather_messages
+from jax_ddp_weighting.distributed.allgather import together
+from jax_ddp_weighting.distributed.coordination import WAIT_S, check_timeout
+from jax_ddp_weighting.distributed.waiting import Waiting
 from jax_ddp_weighting.evaluation.id_index import common_id_dtype, index_ids
 from jax_ddp_weighting.evaluation.local_rows import LocalRows
 from jax_ddp_weighting.evaluation.predictions import (
-    Allocate,
     Predictions,
     Table,
     agree_leaves,
@@ -33,23 +39,41 @@ from jax_ddp_weighting.evaluation.predictions import (
     fill_tree,
     spell_tree,
 )
-from jax_ddp_weighting.sampling.kinds import Plan, count_steps
+from jax_ddp_weighting.evaluation.result_files import ResultFiles, as_storable
+from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, count_steps
 
 _FORMAT = 1
 _Folder = str | os.PathLike[str]
 
 
-def write_part(folder: _Folder, ids: Any, weights: Any, predictions: PyTree) -> Path | None:
+class _TornError(ValueError):
+    """A part that is not whole; the message names the file."""
+
+
+class _Part(NamedTuple):
+    """What a file holds, but for the predictions, which are read when they are needed."""
+
+    path: Path
+    ids: np.ndarray
+    about: dict[str, Any]
+
+
+def write_part(
+    folder: _Folder, ids: Any, weights: Any, predictions: PyTree, *, run: str = ""
+) -> Path | None:
     """Writes this process's accepted rows as one file, whole or not at all.
 
     The rule: one call a step. The file is named after the process and the ids, so a step that runs
-    again after a failure replaces what it wrote before. Keep one folder per model and data set.
+    again after a failure replaces what it wrote before. Keep one folder per model and data set, or
+    name the run, such as by the checkpoint that is evaluated: whoever reads the folder for another
+    run is refused, where else the rows of one model would pass for those of the other.
 
     Args:
         folder: where parts are kept, made if it is not there; one that all processes share.
         ids: as `gather_by_id` takes them.
         weights: as `gather_by_id` takes them.
         predictions: as `gather_by_id` takes them, in dicts with string keys, lists and tuples.
+        run: whose predictions they are: a name of the model, or of its checkpoint.
 
     Returns:
         The file, or None where no row was accepted.
@@ -65,7 +89,9 @@ def write_part(folder: _Folder, ids: Any, weights: Any, predictions: PyTree) -> 
         >>> read_parts(folder, num_examples=5).predictions.tolist()
         [0, 10, 20, 30, 40]
     """
+    run = _check_run("write_part", run)
     local = LocalRows(ids, weights, predictions, caller="write_part")
+    local.lay()
     about_rows, facts = local.describe(), local.read()
     count = facts.pop("count")
     if not count:
@@ -76,6 +102,7 @@ def write_part(folder: _Folder, ids: Any, weights: Any, predictions: PyTree) -> 
     rows = [np.concatenate(leaf) for leaf in zip(*local.leaves(count), strict=True)]
     about = {
         "format": _FORMAT,
+        "run": run,
         "ids": facts,
         "leaves": [
             {"name": leaf.name, "dtypes": [dtype_name(leaf.dtype)], "shapes": [leaf.shape]}
@@ -84,62 +111,97 @@ def write_part(folder: _Folder, ids: Any, weights: Any, predictions: PyTree) -> 
         "tree": spell_tree(local.unflatten(list(range(len(rows)))), caller="write_part"),
     }
     # The same ids make the same name, so a step that is run again writes over its own part; and
-    # processes never share a file, even if they hold copies of one row.
-    name = hashlib.blake2b(held.tobytes(), digest_size=8).hexdigest()
+    # processes never share a file, even if they hold copies of one row; nor do runs, so that one
+    # that is to be refused has not overwritten the other's before.
+    name = hashlib.blake2b(held.tobytes() + run.encode(), digest_size=8).hexdigest()
     target = Path(folder, f"part-{jax.process_index():05d}-{name}.npz")
     target.parent.mkdir(parents=True, exist_ok=True)
     columns: dict[str, Any] = {"about": np.array(json.dumps(about)), "ids": held}
-    columns |= {f"leaf{j}": _as_storable(leaf) for j, leaf in enumerate(rows)}
+    columns |= {f"leaf{j}": as_storable(leaf) for j, leaf in enumerate(rows)}
     with open_whole(target) as file:
         np.savez(file, **columns)
     return target
 
 
-def held_ids(folder: _Folder) -> np.ndarray:
+def held_ids(folder: _Folder, *, run: str = "") -> np.ndarray:
     """The ids that a folder's parts hold, ascending, each once.
+
+    The rule: a part that is torn, as a broken disk or a copy cut short leaves it, holds nothing; a
+    warning names the file. The step that is run again writes it anew.
 
     Args:
         folder: where parts are kept; one that is not there holds nothing.
+        run: whose predictions they are, as `write_part` was told.
 
     Returns:
         int64 or uint64 ids, or strings, ``[ids]``; int64 ``[0]`` where there are none.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a part is another run's, or of another format.
 
     Example:
         >>> held_ids("/not/there").tolist()
         []
     """
-    return index_ids(_read_ids(folder, "held_ids"), None, caller="held_ids").ids
+    return _find_held(folder, _check_run("held_ids", run), "held_ids")
 
 
-def due_step(folder: _Folder, plan: Plan, epoch: int = 0) -> int:
+def _find_held(folder: _Folder, run: str, caller: str) -> np.ndarray:
+    whole = []
+    for path in _list_parts(folder):
+        try:
+            whole.append(_read_part(path, run, caller))
+        except _TornError as error:
+            warnings.warn(f"{error} Until then its rows are not held.", stacklevel=3)
+    return index_ids(_join_ids(whole, caller), None, caller=caller).ids
+
+
+def due_step(
+    folder: _Folder, plan: Plan, epoch: int = 0, *, run: str = "", timeout_s: float = WAIT_S
+) -> int:
     """The first step of an epoch that the parts do not hold whole, to go on from.
 
     The rule: the same step on every process, the earliest that any of them finds, so every process
-    must call it.
+    must call it. An error on one is an error on all, at once; a process that does not come is named
+    after `timeout_s`. A part that is torn holds nothing, as `held_ids` has it.
 
     Args:
         folder: where parts are kept; the folder that all processes share.
         plan: the plan whose steps are written, with ids of the data set.
         epoch: the plan's epoch.
+        run: whose predictions they are, as `write_part` was told.
+        timeout_s: how many seconds to wait for other processes.
 
     Returns:
         A step for `batches(plan, epoch, fetch, mesh, start_step=...)`; their number where
         nothing is due.
 
+    Raises:
+        TypeError: `plan` is no plan, or a number is none.
+        ValueError: there is no such epoch, or a part is another run's.
+        RuntimeError: another process failed, or is absent; it names it.
+
     Example:
         >>> due_step("/not/there", EpochPlan(9, num_replicas=2, batch_size=3))
         0
     """
+    waiting = Waiting("due_step", check_timeout("due_step: timeout_s", timeout_s))
+    with together(waiting) as looked:
+        looked.tell(_find_due_step(folder, plan, epoch, run))
+    return min(looked.heard)
+
+
+def _find_due_step(folder: _Folder, plan: Plan, epoch: int, run: str) -> int:
+    check_any_plan("due_step: plan", plan)
     epoch = check_epoch("due_step: epoch", epoch)
-    held = held_ids(folder)
+    held = _find_held(folder, _check_run("due_step", run), "due_step")
     steps = count_steps(plan, epoch)
-    step = 0
-    while step < steps:
+    for step in range(steps):
         slots = plan.batch(epoch, step)
         if not np.isin(slots.ids[slots.weights > 0], held).all():
-            break
-        step += 1
-    return min(allgather_messages(step))
+            return step
+    return steps
 
 
 def read_parts(
@@ -148,6 +210,7 @@ def read_parts(
     num_examples: int | None = None,
     pad: Any = None,
     into: _Folder | None = None,
+    run: str = "",
 ) -> Predictions:
     """What all parts hold, in the order of the ids: what `gather_by_id` would have given.
 
@@ -160,15 +223,21 @@ def read_parts(
         num_examples: how many examples there are; when given, integer ids must be exactly
             ``[0, num_examples)``.
         pad: what to fill narrower rows with, where parts differ in width.
-        into: a folder for one `.npy` file per leaf, and `ids.npy`. Files that are there already
-            are overwritten.
+        into: a folder for one `.npy` file per leaf, and `ids.npy`, which is there when all of them
+            are there and whole: it is written last, and taken away first where an older result is
+            replaced. A file is named after its leaf's path, and where two leaves would have one
+            name, or a name is too long for a file, by a digest of it too; its map's `filename`
+            says how. Their space on the disk is taken before anything is written.
+        run: whose predictions they are, as `write_part` was told.
 
     Returns:
         `Predictions`; with `into` the leaves are memory maps.
 
     Raises:
         CoverageError: an id is missing or out of range, where `num_examples` is known.
-        ValueError: no part is there; parts disagree about an id, a structure, or a shape.
+        OSError: a file cannot be read, or there is no space for the result.
+        ValueError: no part is there, or one is torn or another run's (it names the file); parts
+            disagree about an id, a structure, or a shape.
         TypeError: a leaf has several dtypes.
 
     Example:
@@ -180,83 +249,123 @@ def read_parts(
     """
     if num_examples is not None:
         num_examples = check_length("read_parts: num_examples", num_examples)
-    found, trees = [], {}
-    for path, _, about in _open_parts(folder):
-        found.append((f" in {path.name}", about["leaves"]))
-        trees.setdefault(json.dumps(about["tree"]), path.name)
-    if not found:
+    run = _check_run("read_parts", run)
+    parts = [_read_part(path, run, "read_parts") for path in _list_parts(folder)]
+    if not parts:
         raise ValueError(
             f"read_parts: folder must hold parts, got none in {os.fspath(folder)}. "
             "write_part writes them."
         )
+    trees = {json.dumps(part.about["tree"]): part.path.name for part in reversed(parts)}
     if len(trees) > 1:
-        (_, first), (_, second), *_ = trees.items()
+        (_, first), (_, second), *_ = reversed(trees.items())
         raise ValueError(
             f"read_parts: parts must hold one structure of predictions, got different ones in "
             f"{first} and {second}. Keep one folder per model."
         )
     (tree,) = map(json.loads, trees)
+    found = [(f" in {part.path.name}", part.about["leaves"]) for part in parts]
     leaves = agree_leaves(found, pad, caller="read_parts")
-    index = index_ids(_read_ids(folder, "read_parts"), num_examples, caller="read_parts")
-    table = Table(index, leaves, None if into is None else _allocate_files(Path(into)))
-    first = 0
-    for _, part, about in _open_parts(folder):
-        rows = [
-            part[f"leaf{j}"].view(dtype_of(leaf["dtypes"][0]))
-            for j, leaf in enumerate(about["leaves"])
+    index = index_ids(_join_ids(parts, "read_parts"), num_examples, caller="read_parts")
+
+    def fill(table: Table) -> None:
+        first = 0
+        for part in parts:
+            rows = _read_leaves(part)
+            table.put(first, columns_of(rows, leaves))
+            first += len(part.ids)
+        if conflicts := table.conflicts():
+            claims = _find_claims(parts, conflicts[0])
+            raise conflict_error("read_parts", conflicts[0], claims, len(conflicts))
+
+    def unflatten(filled: list[Any]) -> PyTree:
+        return fill_tree(tree, filled)
+
+    if into is None:
+        table = Table(index, leaves)
+        fill(table)
+        return table.result(unflatten)
+    with ResultFiles(Path(into)) as files:
+        table = Table(index, leaves, files.allocate)
+        fill(table)
+        return table.result(unflatten, partial(files.finish, ids=index.ids))
+
+
+def _read_leaves(part: _Part) -> list[np.ndarray]:
+    with _open_part(part.path, "read_parts") as file:
+        return [
+            file[f"leaf{j}"].view(dtype_of(leaf["dtypes"][0]))
+            for j, leaf in enumerate(part.about["leaves"])
         ]
-        table.put(first, columns_of(rows, leaves))
-        first += len(rows[0])
-    if conflicts := table.conflicts():
-        raise conflict_error(
-            "read_parts", conflicts[0], _find_claims(folder, conflicts[0]), len(conflicts)
-        )
-    if into is not None:
-        np.save(Path(into, "ids.npy"), index.ids)
-    return table.result(lambda filled: fill_tree(tree, filled))
 
 
-def _open_parts(folder: _Folder) -> Iterator[tuple[Path, Any, dict[str, Any]]]:
-    for path in sorted(Path(folder).glob("part-*.npz")):
-        with np.load(path) as part:
-            about = json.loads(str(part["about"]))
-            if about["format"] != _FORMAT:
-                raise ValueError(
-                    f"read_parts: parts must be of format {_FORMAT}, got {about['format']} in "
-                    f"{path.name}. Read them with the version that wrote them."
-                )
-            yield path, part, about
-
-
-def _read_ids(folder: _Folder, caller: str) -> np.ndarray:
-    """The ids of all parts, in the order of the parts."""
-    dtype = common_id_dtype([about["ids"] for _, _, about in _open_parts(folder)], caller=caller)
-    found = [part["ids"].astype(dtype) for _, part, _ in _open_parts(folder)]
-    return np.concatenate([np.zeros(0, dtype), *found])
-
-
-def _find_claims(folder: _Folder, claimed: Any) -> list[str]:
+def _find_claims(parts: Sequence[_Part], claimed: Any) -> list[str]:
     return [
-        f"row {row} of {path.name}"
-        for path, part, _ in _open_parts(folder)
-        for row in np.flatnonzero(part["ids"] == claimed)
+        f"row {row} of {part.path.name}"
+        for part in parts
+        for row in np.flatnonzero(part.ids == claimed)
     ]
 
 
-def _as_storable(leaf: np.ndarray) -> np.ndarray:
-    """A leaf as numpy's own formats know it: they have no bfloat16 or its kin."""
-    return leaf.view(f"u{leaf.dtype.itemsize}") if leaf.dtype.kind == "V" else leaf
+def _check_run(function: str, run: object) -> str:
+    if not isinstance(run, str):
+        raise TypeError(
+            f"{function}: run must be a string, got {run!r} ({type(run).__name__}). It names the"
+            " model, or its checkpoint."
+        )
+    return run
 
 
-def _allocate_files(folder: Path) -> Allocate:
-    folder.mkdir(parents=True, exist_ok=True)
+def _list_parts(folder: _Folder) -> list[Path]:
+    return sorted(Path(folder).glob("part-*.npz"))
 
-    def allocate(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        if 0 in shape:  # an empty file cannot be mapped
-            return np.empty(shape, dtype)
-        plain = _as_storable(np.empty(0, dtype)).dtype
-        words = re.findall(r"[\w.-]+", name)
-        path = folder / f"{'_'.join(['predictions', *words])}.npy"
-        return np.lib.format.open_memmap(path, "w+", plain, shape).view(dtype)
 
-    return allocate
+# What numpy and zipfile raise of a file that is cut short, overwritten in part, or all zeros.
+_TORN = (BadZipFile, EOFError, KeyError, NotImplementedError, ValueError, struct.error, zlib.error)
+
+
+@contextmanager
+def _open_part(path: Path, caller: str) -> Iterator[Any]:
+    with path.open("rb") as file:  # a file that cannot be opened is not torn
+        try:
+            # a file that starts as nothing that numpy knows would be taken for a pickle
+            if file.read(4) != b"PK\x03\x04":
+                raise BadZipFile(f"{path.stat().st_size} bytes that are no zip file")
+            file.seek(0)
+            with np.load(file) as part:
+                yield part
+        except _TORN as error:
+            raise _TornError(
+                f"{caller}: a part must be whole, got {type(error).__name__}: {error} in "
+                f"{path.name}. Its step writes it anew when it is run again; else delete it."
+            ) from error
+
+
+def _read_part(path: Path, run: str, caller: str) -> _Part:
+    """What a part is of.
+
+    Raises:
+        _TornError: it is not whole.
+        ValueError: it is of another format, or another run's.
+    """
+    with _open_part(path, caller) as part:
+        about = json.loads(str(part["about"]))
+        found = about["format"], about.get("run", "")
+        ids = part["ids"]
+    if found[0] != _FORMAT:
+        raise ValueError(
+            f"{caller}: parts must be of format {_FORMAT}, got {found[0]} in {path.name}. Read "
+            "them with the version that wrote them."
+        )
+    if found[1] != run:
+        raise ValueError(
+            f"{caller}: parts must be of run {run!r}, got one of {found[1]!r} in {path.name}. Keep "
+            "one folder for each run, or name the run that is meant: run=..."
+        )
+    return _Part(path, ids, about)
+
+
+def _join_ids(parts: Sequence[_Part], caller: str) -> np.ndarray:
+    """The ids of parts, in their order."""
+    dtype = common_id_dtype([part.about["ids"] for part in parts], caller=caller)
+    return np.concatenate([np.zeros(0, dtype), *(part.ids.astype(dtype) for part in parts)])

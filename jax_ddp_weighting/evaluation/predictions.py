@@ -80,8 +80,8 @@ class Predictions:
         return jax.tree.map(lambda leaf: leaf[positions], self.predictions)
 
 
-Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
-"""`(name, shape, dtype)` -> an array to fill."""
+Allocate = Callable[[list[str], list[tuple[tuple[int, ...], np.dtype]]], list[np.ndarray]]
+"""`(names, shapes and dtypes)` -> arrays to fill, all at once: their names may collide."""
 
 
 @dataclass(frozen=True)
@@ -233,16 +233,16 @@ class Table:
     def __init__(
         self, index: IdIndex, leaves: Sequence[Leaf], allocate: Allocate | None = None
     ) -> None:
-        allocate = allocate or (lambda _, shape, dtype: np.empty(shape, dtype))
         self._index = index
         self._leaves = leaves
         rows = len(index.ids)
         names = [leaf.name for leaf in leaves]
         names += [f"{leaf.name}.lengths" for leaf in leaves if leaf.ragged]
-        self._columns = [
-            allocate(name, (rows, *shape), dtype)
-            for name, (dtype, shape) in zip(names, columns_like(leaves), strict=True)
-        ]
+        forms = [((rows, *shape), dtype) for dtype, shape in columns_like(leaves)]
+        if allocate is None:
+            self._columns = [np.empty(shape, dtype) for shape, dtype in forms]
+        else:
+            self._columns = allocate(names, forms)
         self._several = None if index.counts is None else index.counts > 1
         self._written = np.zeros(rows if index.counts is not None else 0, bool)
         self._conflicts: set[int] = set()
@@ -278,8 +278,14 @@ class Table:
         """The ids that several rows claim with different predictions, ascending."""
         return self._index.ids[sorted(self._conflicts)].tolist()
 
-    def result(self, unflatten: Callable[[list[Any]], PyTree]) -> Predictions:
-        """The predictions, once every row has been put."""
+    def result(
+        self,
+        unflatten: Callable[[list[Any]], PyTree],
+        finish: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None,
+    ) -> Predictions:
+        """The predictions, once every row has been put; `finish` is handed the filled arrays."""
+        if finish is not None:
+            self._columns = finish(self._columns)
         duplicated, number = self._index.duplicated()
         widths = iter(self._columns[len(self._leaves) :])
         lengths = [next(widths) if leaf.ragged else None for leaf in self._leaves]

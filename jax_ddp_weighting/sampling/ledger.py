@@ -248,21 +248,57 @@ class Ledger:
         """
         self.audit().check_exactly_once()
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the ledger to a file, whole or not at all: an older file stays until then.
+    def to_bytes(self) -> bytes:
+        """The ledger as bytes, to go into a checkpoint; they carry a checksum.
 
         An eighth of a byte per example, 16 bytes for each id consumed again, and strings as they
-        are. Any number of threads and processes may save to one path: one of them is there, whole.
+        are.
         """
+        content = self._to_content()
+        return content + _sum_up(content)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Ledger":
+        """What `to_bytes` gave.
+
+        Raises:
+            ValueError: the bytes are no ledger, or were cut short or altered.
+
+        Example:
+            >>> ledger = Ledger(6, epoch=0)
+            >>> ledger.add([0, 2])
+            >>> Ledger.from_bytes(ledger.to_bytes())
+            Ledger(num_examples=6, epoch=0, accepted=2, due=4)
+        """
+        return cls._read(bytes(data), "Ledger.from_bytes: data", f"{len(data)} bytes")
+
+    @property
+    def digest(self) -> str:
+        """64 hexadecimal digits for what the ledger holds, whatever order it was added in.
+
+        (Of strings that were not named beforehand, the order in which they first came counts.)
+        """
+        return _sum_up(self._to_content()).hex()
+
+    def _to_content(self) -> bytes:
         header: dict[str, Any] = {"num_examples": self.num_examples, "epoch": self.epoch}
         if self._names is not None:
             header["names"] = (
                 self._names.list_all()
             )  # on the header's one line: JSON escapes others
-        content = _LEDGER + json.dumps(header).encode() + b"\n" + self._tally.to_bytes()
+        return _LEDGER + json.dumps(header).encode() + b"\n" + self._tally.to_bytes()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the ledger to a file, whole or not at all: an older file stays until then.
+
+        As many bytes as `to_bytes` has. Any number of threads and processes may save to one path:
+        one of them is there, whole. In a run of several processes each holds its own; and a file
+        beside a checkpoint may be newer or older than that. So `save_run` keeps all of them in the
+        checkpoint itself.
+        """
+        content = self.to_bytes()
         with open_whole(path) as file:
             file.write(content)
-            file.write(hashlib.blake2b(content, digest_size=_CHECKSUM).digest())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Ledger":
@@ -273,16 +309,20 @@ class Ledger:
             ValueError: the file is no ledger, or was cut short or altered.
         """
         data = Path(path).read_bytes()
+        return cls._read(data, "Ledger.load: path", f"{os.fspath(path)} of {len(data)} bytes")
+
+    @classmethod
+    def _read(cls, data: bytes, argument: str, got: str) -> "Ledger":
         content, checksum = data[:-_CHECKSUM], data[-_CHECKSUM:]
         if not data.startswith(_LEDGER):
             raise ValueError(
-                f"Ledger.load: path must hold a ledger of this version, got {os.fspath(path)},"
+                f"{argument} must hold a ledger of this version, got {got.split(' of ')[0]},"
                 f" which starts with {data[: len(_LEDGER)]!r}. Ledger.save writes one."
             )
-        if hashlib.blake2b(content, digest_size=_CHECKSUM).digest() != checksum:
+        if _sum_up(content) != checksum:
             raise ValueError(
-                f"Ledger.load: path must hold a whole ledger, got {os.fspath(path)} of {len(data)}"
-                " bytes whose checksum is wrong. It was cut short or altered; load another save."
+                f"{argument} must hold a whole ledger, got {got} whose checksum is wrong. It was"
+                " cut short or altered; load another save."
             )
         line, tallied = content[len(_LEDGER) :].split(b"\n", 1)
         header = json.loads(line)
@@ -297,6 +337,10 @@ class Ledger:
             f"Ledger(num_examples={self.num_examples}, epoch={self.epoch},"
             f" accepted={self.accepted}, due={self.num_due})"
         )
+
+
+def _sum_up(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_CHECKSUM).digest()
 
 
 def _take_held(values: Any) -> np.ndarray:

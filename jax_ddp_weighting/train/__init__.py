@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_ddp_weighting.train.accumulation import weighted_multi_steps
 from jax_ddp_weighting.train.batch_norm import BatchNorm
+from jax_ddp_weighting.train.checkpoints import RestoredRun, restore_run, save_run
 from jax_ddp_weighting.train.epoch import EpochReport, make_train_epoch
 from jax_ddp_weighting.train.step import StepReport
 from jax_ddp_weighting.train.train_state import make_train_step
@@ -21,10 +22,13 @@ __all__ = [
     "BatchNorm",
     "EpochReport",
     "NnxBatchNorm",
+    "RestoredRun",
     "StepReport",
     "make_nnx_train_step",
     "make_train_epoch",
     "make_train_step",
+    "restore_run",
+    "save_run",
     "weighted_multi_steps",
 ]
 

@@ -1,6 +1,5 @@
 """A step compiled once for a run: its state placed, pinned where it lies, and donated."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
@@ -13,10 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_ddp_weighting.data.batch import Batch, place_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
-
-STEPS_UNDER_WAY = 16
-"""How many steps may be under way on several CPU devices, whose threads some 48 unread ones
-starve: XLA waits 40 s for a thread, and then aborts the process."""
+from jax_ddp_weighting.distributed.under_way import hold_back
 
 
 class _Known(NamedTuple):
@@ -93,7 +89,7 @@ class CompiledStep:
                 _check_alive(leaves[: known.carried])
         carried, report = jitted(carried, batch, *rest)
         if self._waits:
-            _wait_for_the_oldest(report)
+            hold_back(jax.tree.leaves(report)[0])
         return carried, report
 
     def replicate(self, tree: Any) -> Any:
@@ -198,18 +194,3 @@ def _place_shapes(tree: Any, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or sharding)
 
     return jax.tree.map(place, tree)
-
-
-_under_way: deque[jax.Array] = deque()
-
-
-def _wait_for_the_oldest(report: Any) -> None:
-    """Waits until at most `STEPS_UNDER_WAY` steps are under way, of all steps in the process."""
-    newest = jax.tree.leaves(report)[0]
-    if isinstance(newest, Tracer):  # a step inside somebody's own jit
-        return
-    _under_way.append(newest)
-    if len(_under_way) > STEPS_UNDER_WAY:
-        oldest = _under_way.popleft()
-        if not oldest.is_deleted():
-            oldest.block_until_ready()

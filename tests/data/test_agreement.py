@@ -79,6 +79,10 @@ def test_a_record_holds_the_step_it_starts_at():
         (RECORD, 0, ValueError, r"timeout_s must be above 0 and finite, got 0"),
         (RECORD, float("inf"), ValueError, r"got inf"),
         (RECORD, "10", TypeError, r"timeout_s must be a number, got '10' \(str\)"),
+        (RECORD, True, TypeError, r"timeout_s must be a number, got True \(bool\)"),
+        (RECORD, 1j, TypeError, r"timeout_s must be a number, got 1j"),
+        (RECORD, np.complex64(1), TypeError, r"timeout_s must be a number"),
+        (RECORD, 1e16, ValueError, r"timeout_s must be at most 1e\+08, which is three years"),
         (PLAN, 1, TypeError, r"record must be an EpochRecord, got EpochPlan"),
         (replace(RECORD, rank=1), 1, ValueError, r"this process's own, rank 0, got rank 1"),
         (
@@ -92,6 +96,36 @@ def test_a_record_holds_the_step_it_starts_at():
 def test_bad_arguments_of_the_check_are_refused(record, timeout_s, error, message):
     with pytest.raises(error, match=message):
         check_agreement(record, timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", [np.int64(5), np.float32(0.5), np.uint8(5), 1e8])
+def test_a_limit_of_any_kind_of_number_is_taken(timeout_s):
+    check_agreement(RECORD, timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [(3, TypeError, "name must be a string, got 3"), ("a/b", ValueError, "hold no slash")],
+)
+def test_a_name_of_a_check_is_a_part_of_a_key(name, error, message):
+    with pytest.raises(error, match=message):
+        check_agreement(RECORD, name=name)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"epoch": "0"}, TypeError, r"EpochRecord: epoch must be an integer in .* got '0' \(str\)"),
+        ({"epoch": -1}, ValueError, r"epoch must be an integer in \[0, 2\*\*64\), got -1"),
+        ({"seed": 0.5}, TypeError, r"seed must be an integer"),
+        ({"shuffle": 1}, TypeError, r"shuffle must be of type bool, got 1 \(int\)"),
+        ({"order": None}, TypeError, r"order must be of type str, got None \(NoneType\)"),
+    ],
+)
+def test_a_record_checks_itself(changed, error, message):
+    with pytest.raises(error, match=message):
+        replace(RECORD, **changed)
+    assert replace(RECORD, epoch=np.int64(3)).to_json() == replace(RECORD, epoch=3).to_json()
 
 
 @pytest.mark.parametrize(

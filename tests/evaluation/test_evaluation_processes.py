@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax_ddp_weighting as jdw
 from jax_ddp_weighting import gather_by_id
 from jax_ddp_weighting.distributed import allgather
+from jax_ddp_weighting.distributed.waiting import Waiting
 
 def fails(*args, **kwargs):
     try:
@@ -59,7 +60,7 @@ for known in (None, n):
     assert found.predictions["name"].tolist() == [str(i) for i in range(n)]
     print(found.num_duplicated, set(found.duplicated.values()))
 allgather._CHUNK = chunk
-print([len(m) for m in allgather.allgather_messages("x" * 9000 * (rank + 1))])
+print([len(m) for m in allgather.allgather_messages("x" * 9000 * (rank + 1), Waiting("test", 60))])
 
 # global arrays, a step at a time, spread over the devices of both processes
 mesh = jdw.data_mesh()

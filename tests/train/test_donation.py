@@ -18,7 +18,7 @@ from jax_ddp_weighting import (
     make_train_step,
     weighted_sum,
 )
-from jax_ddp_weighting.train import compilation
+from jax_ddp_weighting.distributed import under_way
 from jax_ddp_weighting.train.step import STEP_ENGINES
 
 BATCH = Batch.of(np.float32([1.0, 3.0, 5.0, 7.0]))
@@ -208,16 +208,19 @@ def test_few_steps_are_under_way_on_cpu_devices(monkeypatch):
         def is_deleted(self):
             return self.deleted
 
+        def is_ready(self):
+            return True
+
         def block_until_ready(self):
             waited.append(self.number)
 
-    monkeypatch.setattr(compilation, "_under_way", type(compilation._under_way)())
+    monkeypatch.setattr(under_way, "_under_way", type(under_way._under_way)())
     for number in range(20):
-        compilation._wait_for_the_oldest(Report(number))
+        under_way.hold_back(Report(number))
     assert waited == [0, 1, 2]  # the fourth is nobody's to wait for
-    assert compilation.STEPS_UNDER_WAY == 16
+    assert under_way.STEPS_UNDER_WAY == 16
     step, state = make_train_step(scalar_loss, data_mesh(2)), scalar_state()
     for _ in range(60):  # left unread, these would starve XLA's threads
         state, _ = step(state, BATCH)
-    assert len(compilation._under_way) == 16
+    assert len(under_way._under_way) == 16
     assert int(state.step) == 60

@@ -1,0 +1,41 @@
+"""Steps that devices have been given and have not finished, on faked CPU devices."""
+
+import time
+from collections import deque
+from typing import Any
+
+from jax.core import Tracer
+
+STEPS_UNDER_WAY = 16
+"""How many steps may be under way on several CPU devices, whose threads some 48 unread ones
+starve: XLA waits 40 s for a thread, and then aborts the process."""
+
+_under_way: deque[Any] = deque()
+
+
+def hold_back(newest: Any) -> None:
+    """Notes an array of a step, and waits until `STEPS_UNDER_WAY` are under way at most."""
+    if isinstance(newest, Tracer):  # a step inside somebody's own jit
+        return
+    _under_way.append(newest)
+    if len(_under_way) > STEPS_UNDER_WAY:
+        oldest = _under_way.popleft()
+        if not oldest.is_deleted():
+            _wait_until_ready(oldest)
+
+
+def list_under_way() -> list[Any]:
+    """The arrays of steps that are not finished."""
+    return [each for each in _under_way if not (each.is_deleted() or each.is_ready())]
+
+
+def _wait_until_ready(array: Any) -> None:
+    """Waits for an array where signals are heard: JAX's own wait hears none until it is over.
+
+    It may be over never, where another process is gone.
+    """
+    pause = 1e-4
+    while not array.is_ready():
+        time.sleep(pause)
+        pause = min(2 * pause, 5e-3)
+    array.block_until_ready()  # an error of the computation is raised here

@@ -1,0 +1,152 @@
+"""A wait for what the devices of several processes do together, bounded, and heard by signals."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from queue import Empty
+from typing import TypeVar
+
+import jax
+
+from jax_ddp_weighting.distributed.coordination import (
+    Aside,
+    Meeting,
+    find_grace,
+    name_ranks,
+    next_meeting,
+    this_process,
+)
+from jax_ddp_weighting.distributed.under_way import list_under_way
+
+S = TypeVar("S")
+T = TypeVar("T")
+_SLICE_S = 0.5
+
+
+class AbsentError(RuntimeError):
+    """A process that has not come, or is gone; the message names it."""
+
+
+class Waiting:
+    """Waits that all processes go through in the same order, and names those who do not come.
+
+    The rule: whoever waits in a collective that another process never enters waits in XLA, for as
+    long as that likes and without a name. So a thread waits for it that can be abandoned.
+    Once it takes longer than `timeout_s`, or the devices give up, those who wait too say so through
+    the coordination service; if all do, the devices are slow and are waited for again. A process
+    that is interrupted while it waits tells the others.
+
+    After an error the devices are not to be used again.
+
+    Args:
+        caller: who speaks in errors.
+        timeout_s: how many seconds to wait for other processes.
+        among: the processes that take part, in ascending order; all by default.
+    """
+
+    def __init__(self, caller: str, timeout_s: float, among: tuple[int, ...] | None = None) -> None:
+        index, count = this_process()
+        self.among = tuple(range(count)) if among is None else among
+        self.alone = self.among == (index,)
+        self._caller, self._timeout_s = caller, timeout_s
+        self._meeting = next_meeting(caller, index, self.among)
+        self._waits = self._stalls = 0
+
+    def meet(self) -> None:
+        """Waits until all processes have come, before any device is used.
+
+        Raises:
+            AbsentError: a process has not come in time; it names who.
+        """
+
+        def judge(said: dict[int, str]) -> str:
+            absent = [process for process in self.among if process not in said]
+            if not absent:
+                return ""
+            return (
+                f"{self._caller}: {name_ranks(absent, 'process')} absent, not there after "
+                f"{self._timeout_s:g} s. Look at the logs of the absent: they are gone, stopped, "
+                "or have not come to this call; timeout_s gives more time."
+            )
+
+        if text := self._meeting.conclude("", judge, timeout_s=self._timeout_s):
+            raise AbsentError(text)
+
+    def wait(self, start: Callable[[], S], finish: Callable[[S], T]) -> T:
+        """`finish(start())`, of which `finish` may take long.
+
+        What devices are to do together is started by `start`, in the thread of the caller: XLA's
+        CPU client keeps the order of what one thread starts, and of that alone, and processes whose
+        collectives come in another order get each other's numbers.
+
+        Raises:
+            AbsentError: a process is absent or late, or the devices gave up; it names who.
+            BaseException: whatever else a call raised.
+        """
+        if self.alone:
+            return finish(start())
+        # Steps that wait in collectives of their own hold the few threads of XLA's CPU client, and
+        # a process that gives it one more thing to wait for may leave none for what others wait on.
+        if under_way := list_under_way():
+            self._await(lambda: under_way, jax.block_until_ready)
+        self._waits += 1
+        return self._await(start, finish)
+
+    def _await(self, start: Callable[[], S], finish: Callable[[S], T]) -> T:
+        aside: Aside[T] | None = None
+        while True:
+            stalled = self._meeting.aside(f"stalled {self._stalls}")
+            reason = ""
+            try:
+                aside = aside or Aside(partial(finish, start()), self._caller)
+                for seconds in self._slices(stalled):
+                    with suppress(Empty):
+                        return aside.wait(seconds)
+            except jax.errors.JaxRuntimeError as error:
+                # over gloo only some get an error when a process is killed: they tell the rest
+                reason = f"the devices say: {str(error).splitlines()[0]}"
+                stalled.call()
+            except BaseException as error:
+                if not isinstance(error, Exception):  # a signal's: the others need not wait longer
+                    with suppress(RuntimeError):
+                        stalled.call()
+                raise
+            self._conclude(stalled, reason)
+            self._stalls += 1  # all are there, so all count it
+
+    def _slices(self, stalled: Meeting) -> Iterator[float]:
+        """Seconds to wait, again and again, until it has taken too long, here or elsewhere."""
+        start = time.monotonic()
+        look = start + find_grace(self._timeout_s) / 2
+        while (now := time.monotonic()) - start < self._timeout_s:
+            if now > look:
+                if stalled.called():
+                    return
+                look = now + find_grace(self._timeout_s) / 2
+            yield min(_SLICE_S, self._timeout_s)
+        stalled.call()  # those who came later need not wait as long to be told
+
+    def _conclude(self, stalled: Meeting, reason: str) -> None:
+        def judge(said: dict[int, str]) -> str:
+            each = {process: json.loads(text) for process, text in said.items()}
+            reasons = dict.fromkeys(reason for _, reason in each.values() if reason)
+            last = max(waits for waits, _ in each.values())
+            late = [process for process, (waits, _) in each.items() if waits < last]
+            absent = [process for process in self.among if process not in said]
+            who = [f"{name_ranks(absent, 'process')} absent"] if absent else []
+            who += [f"{name_ranks(late, 'process')} late"] if late else []
+            if not (who or reasons):
+                return ""
+            return (
+                f"{self._caller}: {', '.join(who) or 'all processes are there'}, "
+                f"{'; '.join(reasons) or f'after {self._timeout_s:g} s'}. Look at the logs of the "
+                "absent and late: they are gone, stopped, or have not come to this call; timeout_s "
+                "gives more time."
+            )
+
+        said = json.dumps([self._waits, reason])
+        text = stalled.conclude(said, judge, timeout_s=find_grace(self._timeout_s))
+        if text:
+            raise AbsentError(text)
