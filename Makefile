@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-faults test-torch test-peers test-browser test-package test-oldest mutate docs bench gallery lint types format clean
+.PHONY: demo test test-faults test-torch test-peers test-browser test-package test-oldest mutate notebooks docs serve bench gallery hooks lint types format clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/digits.py
@@ -47,8 +47,15 @@ mutate: $(VENV)/.installed-test
 gallery: $(VENV)/.installed-torch
 	$(BIN)/python examples/gallery.py
 
+notebooks: $(VENV)/.installed-notebooks
+	$(BIN)/python examples/notebooks/run.py
+
+# The site, into site/: open site/index.html as it is, or `make serve` for search too.
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m mkdocs build --strict
+
+serve: docs
+	$(BIN)/python -m http.server --directory site --bind 127.0.0.1 8000
 
 bench: $(VENV)/.installed-torch
 	$(BIN)/python benchmarks
@@ -59,6 +66,10 @@ lint: $(VENV)/.installed-test
 
 types: $(VENV)/.installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# Lint and types before every commit; pre-commit itself comes from `pip install pre-commit`.
+hooks: $(VENV)/.installed-test
+	pre-commit install
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .

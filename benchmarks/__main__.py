@@ -2,7 +2,9 @@
 
 `python benchmarks` runs all of them, some for minutes; `python benchmarks step` one. A ratio is the
 time of ours over that of what it is compared with in the same run: below 1, ours is faster. Each
-run is kept as JSON in `.benchmarks`, and compared with the latest before it, or `--against FILE`.
+run is kept in `.benchmarks`, as JSON and as a picture, and compared with the last release's, where
+one is kept in `released`; else with the run before; or `--against FILE`. Before a release, on a
+quiet machine: `python benchmarks --release` keeps a run of all as that of this version.
 """
 
 import argparse
@@ -17,12 +19,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import picture
 from ratios import FILE
 from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
 KEPT = HERE.parent / ".benchmarks"
+RELEASED = HERE / "released"
 MOVED = 0.2  # a ratio that changed by more is marked; a busy machine moves them by less
 
 
@@ -46,6 +50,12 @@ def ratios_of(path: Path, options: list[str]) -> dict[str, float] | None:
     if len(ratios) < len(entries):
         sys.exit(f"{path.name}: two ratios have one name; a heading would tell them apart.")
     return ratios
+
+
+def last_release(folder: Path) -> Path | None:
+    """The kept run of the newest version; None where none is kept."""
+    found = [path for path in folder.glob("*.json") if path.stem.replace(".", "").isdigit()]
+    return max(found, key=lambda path: [int(part) for part in path.stem.split(".")], default=None)
 
 
 def machine() -> dict[str, Any]:
@@ -81,13 +91,16 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", help="which to run; all by default")
     parser.add_argument("--against", type=Path, help="an earlier run to compare with")
+    parser.add_argument("--release", action="store_true", help="keep this run as the release's")
     arguments = parser.parse_args()
+    if arguments.release and arguments.names:
+        parser.error("--release keeps a run of all benchmarks: name none.")
     found = benchmarks(HERE)
     unknown = [name for name in arguments.names if name not in found]
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(found)}")
     earlier = sorted(KEPT.glob("*.json"))
-    against = arguments.against or (earlier[-1] if earlier else None)
+    against = arguments.against or last_release(RELEASED) or (earlier[-1] if earlier else None)
     if against is not None and not against.is_file():
         parser.error(f"{against}: no such file")
     before = json.loads(against.read_text()) if against else None
@@ -106,10 +119,17 @@ def main() -> int:
     KEPT.mkdir(exist_ok=True)
     path = KEPT / f"{now['machine']['time'].replace(':', '')}.json"
     path.write_text(json.dumps(now, indent=2) + "\n")
-    print(f"kept in {path}" + (f", compared with {against}" if against else ""))
+    drawn = path.with_suffix(".png")
+    picture.save(drawn, now["ratios"], (before or {"ratios": {}})["ratios"])
+    print(f"kept in {path}, drawn in {drawn}" + (f", compared with {against}" if against else ""))
     failed = [name for name, ratios in now["ratios"].items() if ratios is None]
     if failed:
         print(f"failed: {', '.join(failed)}; what was wrong stands above", file=sys.stderr)
+    elif arguments.release:
+        RELEASED.mkdir(exist_ok=True)
+        released = RELEASED / f"{version('jax-ddp-weighting')}.json"
+        released.write_text(path.read_text())
+        print(f"the release's: {released}")
     return 1 if failed else 0
 
 

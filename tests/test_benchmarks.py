@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +31,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def prepared(folder: Path, factor: float = 1, status: int = 0) -> Path:
     (folder / "benchmarks").mkdir(exist_ok=True)
-    for name in ("__main__.py", "ratios.py"):
+    for name in ("__main__.py", "picture.py", "ratios.py"):
         shutil.copy(ROOT / "benchmarks" / name, folder / "benchmarks")
     (folder / "benchmarks" / "sorting.py").write_text(FAKE.format(factor=factor, status=status))
     return folder
@@ -47,6 +48,38 @@ def test_ratios_are_kept_and_compared_with_the_run_before(tmp_path):
     assert second.returncode == 0, second.stderr
     assert re.search(r"n = 10 . ours +\S+ 0\.75 +\S+ 0\.5 +\S+ \+50% !", second.stdout)
     assert re.search(r"n = 20 . ours +\S+ 0\.25 +\S+ 0\.25 +\S+ \+0% ", second.stdout)
+
+
+def test_the_table_is_drawn_too(tmp_path):
+    ran = run(prepared(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    (drawn,) = (tmp_path / ".benchmarks").glob("*.png")
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert f"drawn in {drawn}" in ran.stdout
+
+
+def test_a_release_is_kept_and_the_newest_is_what_others_are_compared_with(tmp_path):
+    prepared(tmp_path)
+    assert run(tmp_path, "--release", "sorting").returncode == 2  # of all, or none
+    kept = run(tmp_path, "--release")
+    assert kept.returncode == 0, kept.stderr
+    released = tmp_path / "benchmarks" / "released"
+    (path,) = released.glob("*.json")
+    assert path.stem == version("jax-ddp-weighting")
+    old = json.loads(path.read_text())
+    old["ratios"]["sorting"]["Sorting | n = 10 | ours"] = 0.4
+    for name in ("0.9.0", "0.10.0"):  # not as words sort
+        (released / f"{name}.json").write_text(json.dumps(old))
+        old["ratios"]["sorting"]["Sorting | n = 10 | ours"] = 0.25
+    ran = run(tmp_path)
+    assert "compared with" in ran.stdout
+    assert "0.10.0.json" in ran.stdout
+    assert re.search(r"n = 10 . ours +\S+ 0\.5 +\S+ 0\.25 +\S+ \+100% !", ran.stdout)
+
+
+def test_a_release_that_failed_is_not_kept(tmp_path):
+    assert run(prepared(tmp_path, status=3), "--release").returncode == 1
+    assert not (tmp_path / "benchmarks" / "released").exists()
 
 
 CHILD = """

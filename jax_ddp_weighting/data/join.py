@@ -53,17 +53,16 @@ def join_batches(
     takes every step and its optimizer state stays the others'. What a step is divided by, or what
     becomes of a stream that has ended, is `convention`:
 
-    ================  =============================================================================
-    "example"         the weight of all rows: each row counts as its weight. The right one, mostly
-    "active_ranks"    ranks that still have rows: the mean of their means (torch's Join with
-                      `divide_by_initial_world_size=False`)
-    "initial_ranks"   all ranks, ended ones too: what is left pulls less and less (torch's default)
-    "shortest"        as "example", and all stop with the stream that ends first. What the others
-                      have left is not read: an epoch of theirs is not whole
-    "cycle"           as "example", and a stream that ends begins again until all are through: its
-                      rows count again, so short streams count for more. Streams must be lists, or
-                      objects whose `__iter__` begins anew; one without rows has none to begin with
-    ================  =============================================================================
+    - "example": the weight of all rows: each row counts as its weight. The right one, mostly.
+    - "active_ranks": ranks that still have rows: the mean of their means (torch's Join with
+      `divide_by_initial_world_size=False`).
+    - "initial_ranks": all ranks, ended ones too: what is left pulls less and less (torch's
+      default).
+    - "shortest": as "example", and all stop with the stream that ends first. What the others have
+      left is not read: an epoch of theirs is not whole.
+    - "cycle": as "example", and a stream that ends begins again until all are through: its rows
+      count again, so short streams count for more. Streams must be lists, or objects whose
+      `__iter__` begins anew; one without rows has none to begin with.
 
     "active_ranks" and "initial_ranks" rescale the rows' weights to one vote a stream. They do so
     per row: under a loss that multiplies in weights of its own, per token, a stream has as many

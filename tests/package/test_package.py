@@ -94,7 +94,7 @@ def environment(built, tmp_path_factory):
 
 
 def test_the_wheel_holds_the_package_alone(built):
-    wheel, sdist = built
+    wheel, _ = built
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"jax_ddp_weighting"}
     files = {path.relative_to(ROOT) for path in ROOT.glob("jax_ddp_weighting/**/*.*")}
@@ -102,9 +102,16 @@ def test_the_wheel_holds_the_package_alone(built):
     inside = {name for name in names if name.startswith("jax_ddp_weighting/")}
     assert inside == kept >= {"jax_ddp_weighting/py.typed", "jax_ddp_weighting/cli/app.py"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_sdist_holds_what_is_tracked_and_nothing_that_lies_about(built):
+    _, sdist = built
     with tarfile.open(sdist) as archive:
-        packed = {name.split("/", 1)[-1] for name in archive.getnames()}
-    assert {"README.md", "CHANGELOG.md", "tests/conftest.py", "examples/digits.py"} <= packed
+        members = archive.getmembers()
+    assert {member.name.split("/")[0] for member in members} == {sdist.name.removesuffix(".tar.gz")}
+    packed = {member.name.split("/", 1)[-1] for member in members if member.isfile()}
+    tracked = run("git", "ls-files", "-z", cwd=ROOT).strip("\0").split("\0")
+    assert packed == {*tracked, "PKG-INFO"}
 
 
 def test_the_library_works_on_its_core_dependencies(environment, tmp_path):
