@@ -216,7 +216,7 @@ def check_agreement(
     _log.info(line)
     among = tuple(range(count))
     topic = f"agreement {name}" if name else "agreement"
-    meeting = coordination.next_meeting(topic, index, among)
+    meeting = coordination.next_meeting(topic, index, among, timeout_s)
     judge = partial(_findings, among=among, timeout_s=timeout_s)
 
     def log(findings: str) -> None:

@@ -167,7 +167,7 @@ def join_batches(
     if convention == "cycle":
         for stream, _ in streams:
             _check_begins_again(stream)
-    meeting = coordination.next_meeting("join", jax.process_index(), layout.processes)
+    meeting = coordination.next_meeting("join", jax.process_index(), layout.processes, timeout_s)
     sizes_text = ", ".join(map(str, widths)) or "those of the first batches"
     compared = {"convention": convention, "name": name, "sizes": sizes_text}
     return _join(streams, layout, meeting, compared, widths, timeout_s)

@@ -131,7 +131,7 @@ def batches(
     if lengths is not None:
         _check_takes_length(fetch, plan)
     # met here and not at the first batch: all processes make their streams in the same order
-    meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes)
+    meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes, timeout_s)
     reading = {
         **find_fingerprint(plan, epoch),
         "num_replicas": plan.num_replicas,

@@ -58,7 +58,9 @@ def global_batch(
     check_batch("global_batch: batch must be a Batch", batch)
     timeout_s = coordination.check_timeout("global_batch: timeout_s", timeout_s)
     layout = RankPlacement.here(mesh, axis_name, caller="global_batch")
-    meeting = coordination.next_meeting("global batch", jax.process_index(), layout.processes)
+    meeting = coordination.next_meeting(
+        "global batch", jax.process_index(), layout.processes, timeout_s
+    )
     opening = Opening("global_batch", meeting, {}, timeout_s)
     ranks = len(layout.local)
     with opening.report_failure("its rows were refused"):

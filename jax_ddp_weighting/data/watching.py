@@ -69,7 +69,7 @@ class Watch:
         self._over.set()
         if len(self._layout.processes) > 1:
             with suppress(RuntimeError):  # it may be the service that is gone; leave all the same
-                self._meeting.leave_note("left", json.dumps([self._at[0], why]), limit_s=2)
+                self._meeting.leave_note("left", json.dumps([self._at[0], why]))
 
     def _run(self) -> None:
         grace = find_grace(self._timeout_s)

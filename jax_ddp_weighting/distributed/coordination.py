@@ -65,11 +65,13 @@ class Meeting:
         folder: where in the key-value store the meeting takes place.
         index: this process.
         among: the processes that take part, in ascending order.
+        patience_s: how long one call to the service may take.
     """
 
     folder: str
     index: int
     among: tuple[int, ...]
+    patience_s: float = 10.0
 
     def conclude(
         self,
@@ -137,28 +139,29 @@ class Meeting:
         """Another meeting of the same processes, which need not take place."""
         return replace(self, folder=f"{self.folder} {subject}")
 
-    def leave_note(self, subject: str, text: str, *, limit_s: float = 10) -> None:
+    def leave_note(self, subject: str, text: str) -> None:
         """A few words of this process's for whoever reads the notes on the subject."""
         key = f"{self.folder} {subject}/{self.index}"
-        _ask_service(
-            lambda: _client().key_value_set(key, text, allow_overwrite=True), limit_s=limit_s
-        )
+        self._ask(lambda: _client().key_value_set(key, text, allow_overwrite=True))
         with _lock:
             _noted.setdefault(self.folder.rsplit("/", 1)[0], set()).add(key)
 
     def read_notes(self, subject: str) -> dict[int, str]:
         """The notes on a subject, by process."""
-        pairs = _ask_service(lambda: _client().key_value_dir_get(f"{self.folder} {subject}/"))
+        pairs = self._ask(lambda: _client().key_value_dir_get(f"{self.folder} {subject}/"))
         return {int(key.rsplit("/", 1)[1]): text for key, text in pairs}
 
     def call(self) -> None:
         """Asks the others to come, if they look."""
         key = f"{self.folder}/called/yes"
-        _ask_service(lambda: _client().key_value_set(key, "", allow_overwrite=True))
+        self._ask(lambda: _client().key_value_set(key, "", allow_overwrite=True))
 
     def called(self) -> bool:
         """Whether somebody has called."""
-        return bool(_ask_service(lambda: _client().key_value_dir_get(f"{self.folder}/called/")))
+        return bool(self._ask(lambda: _client().key_value_dir_get(f"{self.folder}/called/")))
+
+    def _ask(self, talk: Callable[[], T]) -> T:
+        return _ask_service(talk, self.patience_s)
 
     @property
     def _conclusion(self) -> str:
@@ -193,14 +196,14 @@ class Meeting:
             pause = 1e-3
             while time.monotonic() < deadline:
                 # at process 0 the service is next door: asking it often costs little
-                if _ask_service(partial(_count, client, counter)) % _LATE >= others:
+                if self._ask(partial(_count, client, counter)) % _LATE >= others:
                     break
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
         try:
-            read = _ask_service(lambda: client.key_value_increment(counter, one))
+            read = self._ask(lambda: client.key_value_increment(counter, one))
             if read % _LATE + read // _LATE == len(self.among):
-                _ask_service(lambda: client.key_value_delete(f"{self.folder}/"))
+                self._ask(lambda: client.key_value_delete(f"{self.folder}/"))
         except RuntimeError:
             # Process 0 may be gone by now. It waited for this call to reach it, not for its answer
             # to come back; and all there was to say has been said.
@@ -217,8 +220,14 @@ _noted: dict[str, set[str]] = {}  # topic -> keys of notes that stand in the ser
 _held_by: list[Any] = []  # the client they were held over: a new service knows nothing of the old
 
 
-def next_meeting(topic: str, index: int, among: tuple[int, ...]) -> Meeting:
-    """The next meeting on a topic of the processes `among`, of which this one is `index`."""
+def next_meeting(
+    topic: str, index: int, among: tuple[int, ...], timeout_s: float = WAIT_S
+) -> Meeting:
+    """The next meeting on a topic of the processes `among`, of which this one is `index`.
+
+    Process 0 may be stopped, and the service silent: who waits `timeout_s` for others does not wait
+    much longer for that.
+    """
     with _lock:
         client = _client()
         if not _held_by or _held_by[0] is not client:
@@ -234,7 +243,8 @@ def next_meeting(topic: str, index: int, among: tuple[int, ...]) -> Meeting:
     if stale:
         with suppress(RuntimeError):
             _ask_service(lambda: [client.key_value_delete(key) for key in stale])
-    return Meeting(f"{_ROOT}/{topic}/{number}", index, among)
+    patience_s = min(10.0, max(1.0, timeout_s / 2))
+    return Meeting(f"{_ROOT}/{topic}/{number}", index, among, patience_s)
 
 
 def check_timeout(argument: str, timeout_s: Any) -> float:

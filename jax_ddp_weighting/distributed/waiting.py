@@ -51,7 +51,7 @@ class Waiting:
         self.among = tuple(range(count)) if among is None else among
         self.alone = self.among == (index,)
         self._caller, self._timeout_s = caller, timeout_s
-        self._meeting = next_meeting(caller, index, self.among)
+        self._meeting = next_meeting(caller, index, self.among, timeout_s)
         self._waits = self._stalls = 0
 
     def meet(self) -> None:
