@@ -31,6 +31,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.hookimpl(optionalhook=True)  # where xdist is not there, or switched off
+def pytest_xdist_auto_num_workers(config):
+    """One more than there are cores: the one with the processes waits most of its time."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else None
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Under pytest-xdist a file stays on one worker, which compiles what its tests share.
 
@@ -42,6 +48,8 @@ def pytest_xdist_make_scheduler(config, log):
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.split("::", 1)[0]
+            if file.endswith("test_examples.py"):  # each is a program of its own, and long
+                return nodeid
             return "processes" if starts_processes(file) else file
 
     return ByFile(config, log)

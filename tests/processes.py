@@ -20,7 +20,9 @@ ROOT = Path(__file__).parent.parent
 # The process leaves by os._exit: the CPU client of jax 0.10 and 0.12 hangs one exit in forty as the
 # interpreter goes down, joining a thread whose wake-up got lost.
 _PRELUDE = """\
-import os, sys, traceback
+import os, signal, sys, traceback
+# what a shell runs in the background was itself started with SIGINT ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.stdout = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 import jax

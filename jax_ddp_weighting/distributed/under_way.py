@@ -4,6 +4,7 @@ import time
 from collections import deque
 from typing import Any
 
+import jax
 from jax.core import Tracer
 
 STEPS_UNDER_WAY = 16
@@ -27,6 +28,11 @@ def hold_back(newest: Any) -> None:
 def list_under_way() -> list[Any]:
     """The arrays of steps that are not finished."""
     return [each for each in _under_way if not (each.is_deleted() or each.is_ready())]
+
+
+def list_unfinished() -> list[Any]:
+    """All arrays of the process that are not finished, whoever's computations they come from."""
+    return [each for each in jax.live_arrays() if not each.is_ready()]
 
 
 def _wait_until_ready(array: Any) -> None:

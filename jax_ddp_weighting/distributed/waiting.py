@@ -18,7 +18,7 @@ from jax_ddp_weighting.distributed.coordination import (
     next_meeting,
     this_process,
 )
-from jax_ddp_weighting.distributed.under_way import list_under_way
+from jax_ddp_weighting.distributed.under_way import list_under_way, list_unfinished
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -89,7 +89,8 @@ class Waiting:
             return finish(start())
         # Steps that wait in collectives of their own hold the few threads of XLA's CPU client, and
         # a process that gives it one more thing to wait for may leave none for what others wait on.
-        if under_way := list_under_way():
+        # What the user has computed meanwhile cannot be known, but what is there at first can.
+        if under_way := list_under_way() if self._waits else list_unfinished():
             self._await(lambda: under_way, jax.block_until_ready)
         self._waits += 1
         return self._await(start, finish)

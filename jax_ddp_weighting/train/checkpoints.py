@@ -130,6 +130,12 @@ def restore_run(
     Raises:
         FileNotFoundError: there is no checkpoint of this step.
         ValueError: the checkpoint holds no run, or its ledger is not the position's.
+
+    Example:
+        >>> import orbax.checkpoint as ocp, tempfile
+        >>> with ocp.CheckpointManager(tempfile.mkdtemp()) as manager:
+        ...     print(restore_run(manager, {"w": jnp.zeros(2)}))  # nothing was saved yet
+        None
     """
     import orbax.checkpoint as ocp
 

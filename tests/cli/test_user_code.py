@@ -81,7 +81,7 @@ def test_json_is_one_document_where_users_code_prints(users, arguments, capsys):
             "diagnose users:right -w 20000",
             r"ranks times microbatches must be at most 512, got 20,",
         ),
-        ("diagnose", r"Missing argument"),
+        ("diagnose", r"either MODULE:FUNCTION or --gradients must be given, got neither"),
         ("diagnose users:right -w 0", r"num_replicas must be"),
         ("diagnose users:right -k 0", r"microbatches must be"),
         ("diagnose users:broken", r"users:broken raised TypeError: .*positional arguments"),

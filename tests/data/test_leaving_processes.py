@@ -21,7 +21,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("attempt", range(10))  # it is a race, which one run may win by luck
+@pytest.mark.parametrize("attempt", range(3))  # it is a race, which one run may win by luck
 def test_all_are_told_before_anybody_leaves(attempt):
     odd = (None, 0, 1, 2)[attempt % 4]
     ended = processes.launch(PROGRAM.replace("ODD", repr(odd)), 3, timeout_s=60, heartbeat_s=30)
