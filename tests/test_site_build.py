@@ -107,7 +107,7 @@ def test_a_room_of_choices_says_what_each_of_them_is(room, names):
 
 
 def test_the_join_says_what_each_convention_is():
-    said = re.findall(r'^    - "(\w+)": ', jax_ddp_weighting.join_batches.__doc__, re.MULTILINE)
+    said = re.findall(r'^ *- "(\w+)": ', jax_ddp_weighting.join_batches.__doc__, re.MULTILINE)
     assert said == list(JOIN_CONVENTIONS)
 
 
