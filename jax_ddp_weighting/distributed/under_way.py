@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -27,12 +28,17 @@ def hold_back(newest: Any) -> None:
 
 def list_under_way() -> list[Any]:
     """The arrays of steps that are not finished."""
-    return [each for each in _under_way if not (each.is_deleted() or each.is_ready())]
+    return _keep_unfinished(_under_way)
 
 
 def list_unfinished() -> list[Any]:
     """All arrays of the process that are not finished, whoever's computations they come from."""
-    return [each for each in jax.live_arrays() if not each.is_ready()]
+    return _keep_unfinished(jax.live_arrays())
+
+
+def _keep_unfinished(arrays: Iterable[Any]) -> list[Any]:
+    # another thread may have given one away meanwhile
+    return [each for each in arrays if not (each.is_deleted() or each.is_ready())]
 
 
 def _wait_until_ready(array: Any) -> None:

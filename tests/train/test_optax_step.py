@@ -240,3 +240,22 @@ def test_what_the_maker_was_not_told_is_asked_for():
         with_schedule(*start(tx), BATCH)
     with pytest.raises(TypeError, match=r"for params and opt_state alone make_optax_step"):
         make_train_step(loss_fn, data_mesh(2))(start(tx), BATCH)
+
+
+def test_rows_over_two_axes_are_those_of_one():
+    mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), devices=jax.devices()[:4])
+    tx = optax.sgd(0.1)
+    spec = jax.sharding.PartitionSpec(("replica", "fsdp"))
+    over_both, _, report = make_optax_step(loss_fn, tx, mesh, batch_spec=spec)(*start(tx), BATCH)
+    alone, _, right = make_optax_step(loss_fn, tx, data_mesh(1))(*start(tx), BATCH)
+    for a, b in zip(jax.tree.leaves(over_both), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert float(report.weight) == float(right.weight) == WEIGHTS.sum()
+    # the split matters: a mean of the ranks' means is another step
+    means = [
+        jax.grad(lambda p, r=rows: loss_fn(p, Batch.of((X[r], Y[r]), WEIGHTS[r])).mean())(
+            start(tx)[0]
+        )["b"]
+        for rows in (np.arange(12).reshape(4, 3)[[0, 2, 3]])
+    ]
+    assert abs(-0.1 * float(np.mean(means)) / float(alone["b"]) - 1) > 1e-2
