@@ -23,6 +23,8 @@ from jax_ddp_weighting.distributed.under_way import list_under_way, list_unfinis
 S = TypeVar("S")
 T = TypeVar("T")
 _SLICE_S = 0.5
+_LONGEST = 1e8  # seconds, three years: what waits so long is given up by another limit
+_FAILED = "failed "
 
 
 class AbsentError(RuntimeError):
@@ -87,15 +89,43 @@ class Waiting:
         """
         if self.alone:
             return finish(start())
+        self._settle()
+        self._waits += 1
+        return self._await(start, finish)
+
+    def run(self, call: Callable[[], T]) -> T:
+        """`call()`, in which processes wait for each other by means that know no limit.
+
+        The rule: it is over when it is over on all of them. Where it fails on one, that one raises
+        its own error, and the others are told of it and wait no longer.
+
+        Raises:
+            AbsentError: a process is absent; it names who.
+            RuntimeError: it failed on another process; it names which, and why.
+            BaseException: whatever it raised here.
+        """
+        if self.alone:
+            return call()
+        self._settle()
+        self._waits += 1
+        over = self._meeting.aside(f"over {self._waits}")
+
+        def finish(_: None) -> T:
+            found = call()
+            # whoever left now would be absent where the others look for those who take long
+            over.conclude("", lambda said: "", timeout_s=_LONGEST)
+            return found
+
+        return self._await(lambda: None, finish, tells=True)
+
+    def _settle(self) -> None:
         # Steps that wait in collectives of their own hold the few threads of XLA's CPU client, and
         # a process that gives it one more thing to wait for may leave none for what others wait on.
         # What the user has computed meanwhile cannot be known, but what is there at first can.
         if under_way := list_under_way() if self._waits else list_unfinished():
             self._await(lambda: under_way, jax.block_until_ready)
-        self._waits += 1
-        return self._await(start, finish)
 
-    def _await(self, start: Callable[[], S], finish: Callable[[S], T]) -> T:
+    def _await(self, start: Callable[[], S], finish: Callable[[S], T], *, tells: bool = False) -> T:
         aside: Aside[T] | None = None
         while True:
             stalled = self._meeting.aside(f"stalled {self._stalls}")
@@ -109,8 +139,15 @@ class Waiting:
                 # over gloo only some get an error when a process is killed: they tell the rest
                 reason = f"the devices say: {str(error).splitlines()[0]}"
                 stalled.call()
+                if tells:
+                    self._tell_failure(stalled, error)
+                    raise
             except BaseException as error:
-                if not isinstance(error, Exception):  # a signal's: the others need not wait longer
+                if tells and isinstance(error, Exception):
+                    self._tell_failure(stalled, error)
+                elif not isinstance(
+                    error, Exception
+                ):  # a signal's: the others need not wait longer
                     with suppress(RuntimeError):
                         stalled.call()
                 raise
@@ -129,12 +166,28 @@ class Waiting:
             yield min(_SLICE_S, self._timeout_s)
         stalled.call()  # those who came later need not wait as long to be told
 
-    def _conclude(self, stalled: Meeting, reason: str) -> None:
+    def _tell_failure(self, stalled: Meeting, error: Exception) -> None:
+        # the error itself is what is raised here: it may be the service that is gone
+        error.add_note(
+            f"{self._caller}: the other processes are told, and stop here too. The devices are not "
+            "to be used again."
+        )
+        with suppress(RuntimeError):
+            stalled.call()
+            self._conclude(stalled, "", f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+    def _conclude(self, stalled: Meeting, reason: str, failure: str = "") -> None:
         def judge(said: dict[int, str]) -> str:
             each = {process: json.loads(text) for process, text in said.items()}
-            reasons = dict.fromkeys(reason for _, reason in each.values() if reason)
-            last = max(waits for waits, _ in each.values())
-            late = [process for process, (waits, _) in each.items() if waits < last]
+            failures = [f"process {p} failed: {text}" for p, (_, _, text) in each.items() if text]
+            if failures:
+                return (
+                    f"{_FAILED}{self._caller}: {'; '.join(failures)} Every process stops here; the "
+                    "devices are not to be used again."
+                )
+            reasons = dict.fromkeys(reason for _, reason, _ in each.values() if reason)
+            last = max(waits for waits, _, _ in each.values())
+            late = [process for process, (waits, _, _) in each.items() if waits < last]
             absent = [process for process in self.among if process not in said]
             who = [f"{name_ranks(absent, 'process')} absent"] if absent else []
             who += [f"{name_ranks(late, 'process')} late"] if late else []
@@ -147,7 +200,9 @@ class Waiting:
                 "gives more time."
             )
 
-        said = json.dumps([self._waits, reason])
+        said = json.dumps([self._waits, reason, failure])
         text = stalled.conclude(said, judge, timeout_s=find_grace(self._timeout_s))
+        if text.startswith(_FAILED):
+            raise RuntimeError(text.removeprefix(_FAILED))
         if text:
             raise AbsentError(text)
