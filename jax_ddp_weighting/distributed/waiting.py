@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty
 from typing import TypeVar
@@ -29,6 +29,10 @@ _FAILED = "failed "
 
 class AbsentError(RuntimeError):
     """A process that has not come, or is gone; the message names it."""
+
+
+class FailedError(RuntimeError):
+    """Another process has failed; the message names it, and says why."""
 
 
 class Waiting:
@@ -101,7 +105,7 @@ class Waiting:
 
         Raises:
             AbsentError: a process is absent; it names who.
-            RuntimeError: it failed on another process; it names which, and why.
+            FailedError: it failed on another process; it names which, and why.
             BaseException: whatever it raised here.
         """
         if self.alone:
@@ -117,6 +121,18 @@ class Waiting:
             return found
 
         return self._await(lambda: None, finish, tells=True)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A block whose error on one process ends the waits of the others, and is told to them."""
+        try:
+            yield
+        except (AbsentError, FailedError):
+            raise  # all know
+        except Exception as error:  # whatever it is, the others wait for what will not come
+            if not self.alone:
+                self._tell_failure(self._meeting.aside(f"stalled {self._stalls}"), error)
+            raise
 
     def _settle(self) -> None:
         # Steps that wait in collectives of their own hold the few threads of XLA's CPU client, and
@@ -135,21 +151,18 @@ class Waiting:
                 for seconds in self._slices(stalled):
                     with suppress(Empty):
                         return aside.wait(seconds)
-            except jax.errors.JaxRuntimeError as error:
-                # over gloo only some get an error when a process is killed: they tell the rest
-                reason = f"the devices say: {str(error).splitlines()[0]}"
-                stalled.call()
+            except Exception as error:
                 if tells:
                     self._tell_failure(stalled, error)
                     raise
-            except BaseException as error:
-                if tells and isinstance(error, Exception):
-                    self._tell_failure(stalled, error)
-                elif not isinstance(
-                    error, Exception
-                ):  # a signal's: the others need not wait longer
-                    with suppress(RuntimeError):
-                        stalled.call()
+                if not isinstance(error, jax.errors.JaxRuntimeError):
+                    raise
+                # over gloo only some get an error when a process is killed: they tell the rest
+                reason = f"the devices say: {str(error).splitlines()[0]}"
+                stalled.call()
+            except BaseException:  # a signal's: the others need not wait longer
+                with suppress(RuntimeError):
+                    stalled.call()
                 raise
             self._conclude(stalled, reason)
             self._stalls += 1  # all are there, so all count it
@@ -167,28 +180,34 @@ class Waiting:
         stalled.call()  # those who came later need not wait as long to be told
 
     def _tell_failure(self, stalled: Meeting, error: Exception) -> None:
-        # the error itself is what is raised here: it may be the service that is gone
         error.add_note(
             f"{self._caller}: the other processes are told, and stop here too. The devices are not "
             "to be used again."
         )
-        with suppress(RuntimeError):
+        # the error itself is what is raised here: it may be the service that is gone
+        try:
             stalled.call()
-            self._conclude(stalled, "", f"{type(error).__name__}: {' '.join(str(error).split())}")
+            text = " ".join(str(error).split()).rstrip(".")
+            self._conclude(stalled, "", f"{type(error).__name__}: {text}")
+        except AbsentError as absent:
+            error.add_note(str(absent))
+        except RuntimeError:
+            pass
 
     def _conclude(self, stalled: Meeting, reason: str, failure: str = "") -> None:
         def judge(said: dict[int, str]) -> str:
             each = {process: json.loads(text) for process, text in said.items()}
             failures = [f"process {p} failed: {text}" for p, (_, _, text) in each.items() if text]
-            if failures:
-                return (
-                    f"{_FAILED}{self._caller}: {'; '.join(failures)} Every process stops here; the "
-                    "devices are not to be used again."
-                )
             reasons = dict.fromkeys(reason for _, reason, _ in each.values() if reason)
             last = max(waits for waits, _, _ in each.values())
             late = [process for process, (waits, _, _) in each.items() if waits < last]
             absent = [process for process in self.among if process not in said]
+            if failures and not absent:
+                return (
+                    f"{_FAILED}{self._caller}: {'; '.join(failures)}. Every process stops here; "
+                    "the devices are not to be used again."
+                )
+            reasons |= dict.fromkeys(failures)
             who = [f"{name_ranks(absent, 'process')} absent"] if absent else []
             who += [f"{name_ranks(late, 'process')} late"] if late else []
             if not (who or reasons):
@@ -203,6 +222,6 @@ class Waiting:
         said = json.dumps([self._waits, reason, failure])
         text = stalled.conclude(said, judge, timeout_s=find_grace(self._timeout_s))
         if text.startswith(_FAILED):
-            raise RuntimeError(text.removeprefix(_FAILED))
+            raise FailedError(text.removeprefix(_FAILED))
         if text:
             raise AbsentError(text)
