@@ -34,6 +34,12 @@ def hear_background(folder: str | os.PathLike[str]) -> None:
     logging.getLogger(_LOGGER).addFilter(_note)  # once, however often it is called
 
 
+def has_failed(folder: str | os.PathLike[str]) -> bool:
+    """Whether there is an error that `check_background` will raise."""
+    with _lock:
+        return os.fspath(folder) in _failed
+
+
 def check_background(folder: str | os.PathLike[str], caller: str) -> None:
     """Nothing, unless a write in the background has failed; that is said once.
 

@@ -27,6 +27,7 @@ from jax_ddp_weighting.train.array_sums import add_sums, find_changed, sum_array
 from jax_ddp_weighting.train.background_errors import (
     check_background,
     check_told,
+    has_failed,
     hear_background,
     is_news,
     not_written,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager
 
 _STATE, _RUN, _LEDGER, _SUMS = "state", "run", "ledger", "sums"
-_PAUSE_S = 0.1
+_PAUSE_S, _SETTLED_S = 0.1, 1.0
 _LONGEST = 400  # letters of an error of Orbax's
 _PLAIN = (bool, int, float, complex, str, bytes)
 
@@ -159,13 +160,18 @@ def finish_saving(manager: "CheckpointManager", *, timeout_s: float = WAIT_S) ->
 def _finish(manager: "CheckpointManager", caller: str) -> None:
     """Waits for a write in the background, in words that can be told to other processes."""
     finished = Aside(manager.wait_until_finished, caller)
+    pause = _PAUSE_S
     while True:
-        # Orbax's own threads wait for those of other processes before they say that they failed
-        check_background(manager.directory, caller)
         try:
-            error = _catch(partial(finished.wait, _PAUSE_S))
+            error = _catch(partial(finished.wait, pause))
             break
         except Empty:
+            # Orbax's threads wait for those of other processes before they say that they failed;
+            # where there are none to wait for, it is given time to strike the step off its list
+            if pause < _SETTLED_S and has_failed(manager.directory):
+                pause = _SETTLED_S
+                continue
+            check_background(manager.directory, caller)
             check_told(manager.directory, caller)
     # it raises an error once in every thread: so in this one too, before anything else is saved
     _catch(manager.wait_until_finished)
