@@ -30,14 +30,25 @@ def hear_background(folder: str | os.PathLike[str]) -> None:
     with _lock:
         _heard.add(os.fspath(folder))
         _failed.pop(os.fspath(folder), None)
-        _told.pop(os.fspath(folder), None)
     logging.getLogger(_LOGGER).addFilter(_note)  # once, however often it is called
+
+
+def forget_told(folder: str | os.PathLike[str]) -> None:
+    """Another write is under way: what was told is of one before."""
+    with _lock:
+        _told.pop(os.fspath(folder), None)
 
 
 def has_failed(folder: str | os.PathLike[str]) -> bool:
     """Whether there is an error that `check_background` will raise."""
     with _lock:
         return os.fspath(folder) in _failed
+
+
+def forget_background(folder: str | os.PathLike[str]) -> None:
+    """Nothing is said any more of what was noted: it was said in other words."""
+    with _lock:
+        _failed.pop(os.fspath(folder), None)
 
 
 def check_background(folder: str | os.PathLike[str], caller: str) -> None:

@@ -27,6 +27,8 @@ from jax_ddp_weighting.train.array_sums import add_sums, find_changed, sum_array
 from jax_ddp_weighting.train.background_errors import (
     check_background,
     check_told,
+    forget_background,
+    forget_told,
     has_failed,
     hear_background,
     is_news,
@@ -125,7 +127,9 @@ def save_run(
     def save() -> bool:
         _finish(manager, "save_run")
         hear_background(manager.directory)
-        return bool(manager.save(step, args=ocp.args.Composite(**items), force=force))
+        saved = bool(manager.save(step, args=ocp.args.Composite(**items), force=force))
+        forget_told(manager.directory)
+        return saved
 
     return waiting.run(save)
 
@@ -175,8 +179,12 @@ def _finish(manager: "CheckpointManager", caller: str) -> None:
             check_told(manager.directory, caller)
     # it raises an error once in every thread: so in this one too, before anything else is saved
     _catch(manager.wait_until_finished)
-    check_background(manager.directory, caller)
-    if error is not None and is_news(manager.directory, error):
+    kept = _catch(manager.check_for_errors)  # one of several is kept for the next save
+    error = error or kept
+    if error is None:
+        check_background(manager.directory, caller)
+    elif is_news(manager.directory, error):
+        forget_background(manager.directory)
         raise not_written(caller, error) from error
 
 
@@ -333,6 +341,8 @@ def _read(manager: "CheckpointManager", step: int, like: PyTree) -> dict[str, An
                 raise _torn_error(manager, step, _shorten(error)) from error
             raise
         except Exception as error:  # what Orbax raises of a file that is cut short is anything
+            # also what a thread of the last save has come to since
+            check_background(manager.directory, "restore_run")
             raise _torn_error(manager, step, _shorten(error)) from error
 
     try:
