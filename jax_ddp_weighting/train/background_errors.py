@@ -2,15 +2,29 @@
 
 import logging
 import os
+from dataclasses import dataclass
 from threading import Lock
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from orbax.checkpoint import CheckpointManager
 
 # Where a write fails on one process its threads wait for those of the others, and they for it, for
 # `AsyncOptions(timeout_secs=)`, before anything is raised. But the error is logged at once.
 _LOGGER, _THREAD = "absl", "async_save"
 
+
+@dataclass
+class _Known:
+    """What is known of a manager: the error that was noted last, and the one that was raised."""
+
+    noted: BaseException | None = None
+    told: BaseException | None = None
+
+
 _lock = Lock()
-_failed: dict[str, BaseException] = {}  # by the manager's directory
-_told: dict[str, BaseException] = {}  # the last that was raised
+_known: "WeakKeyDictionary[CheckpointManager, _Known]" = WeakKeyDictionary()
 
 
 def _note(record: logging.LogRecord) -> bool:
@@ -18,69 +32,65 @@ def _note(record: logging.LogRecord) -> bool:
     if record.threadName == _THREAD and error is not None:
         text = record.getMessage()
         with _lock:
-            _failed.update({folder: error for folder in _heard if folder + os.sep in text})
+            for manager, known in _known.items():
+                if os.fspath(manager.directory) + os.sep in text:
+                    known.noted = error
     return True  # a filter that lets all pass: a handler would keep errors off the screen
 
 
-_heard: set[str] = set()
-
-
-def hear_background(folder: str | os.PathLike[str]) -> None:
-    """From now on, what fails in the background of a manager of this directory is noted."""
+def _find(manager: "CheckpointManager") -> _Known:
     with _lock:
-        _heard.add(os.fspath(folder))
-        _failed.pop(os.fspath(folder), None)
+        return _known.setdefault(manager, _Known())
+
+
+def hear_background(manager: "CheckpointManager") -> None:
+    """From now on, what fails in the background of this manager is noted."""
+    _find(manager).noted = None
     logging.getLogger(_LOGGER).addFilter(_note)  # once, however often it is called
 
 
-def forget_told(folder: str | os.PathLike[str]) -> None:
-    """Another write is under way: what was told is of one before."""
-    with _lock:
-        _told.pop(os.fspath(folder), None)
-
-
-def has_failed(folder: str | os.PathLike[str]) -> bool:
-    """Whether there is an error that `check_background` will raise."""
-    with _lock:
-        return os.fspath(folder) in _failed
-
-
-def forget_background(folder: str | os.PathLike[str]) -> None:
+def forget_background(manager: "CheckpointManager") -> None:
     """Nothing is said any more of what was noted: it was said in other words."""
-    with _lock:
-        _failed.pop(os.fspath(folder), None)
+    _find(manager).noted = None
 
 
-def check_background(folder: str | os.PathLike[str], caller: str) -> None:
+def forget_told(manager: "CheckpointManager") -> None:
+    """Another write is under way: what was told is of one before."""
+    _find(manager).told = None
+
+
+def has_failed(manager: "CheckpointManager") -> bool:
+    """Whether there is an error that `check_background` will raise."""
+    return _find(manager).noted is not None
+
+
+def check_background(manager: "CheckpointManager", caller: str) -> None:
     """Nothing, unless a write in the background has failed; that is said once.
 
     Raises:
         RuntimeError: it has, on this process.
     """
-    with _lock:
-        error = _failed.pop(os.fspath(folder), None)
-    if error is not None and is_news(folder, error):
+    known = _find(manager)
+    error, known.noted = known.noted, None
+    if error is not None and is_news(manager, error):
         raise not_written(caller, error) from error
 
 
-def check_told(folder: str | os.PathLike[str], caller: str) -> None:
+def check_told(manager: "CheckpointManager", caller: str) -> None:
     """Nothing, unless the last write has failed: what Orbax's threads do since is wait in vain.
 
     Raises:
         RuntimeError: it has, and was told of before.
     """
-    with _lock:
-        error = _told.get(os.fspath(folder))
-    if error is not None:
+    if (error := _find(manager).told) is not None:
         raise not_written(caller, error) from error
 
 
-def is_news(folder: str | os.PathLike[str], error: BaseException) -> bool:
+def is_news(manager: "CheckpointManager", error: BaseException) -> bool:
     """Whether nobody has been told of this error yet."""
-    with _lock:
-        known = _told.get(os.fspath(folder)) is error
-        _told[os.fspath(folder)] = error
-    return not known
+    known = _find(manager)
+    before, known.told = known.told, error
+    return before is not error
 
 
 def not_written(caller: str, error: BaseException) -> RuntimeError:

@@ -126,9 +126,9 @@ def save_run(
 
     def save() -> bool:
         _finish(manager, "save_run")
-        hear_background(manager.directory)
+        hear_background(manager)
         saved = bool(manager.save(step, args=ocp.args.Composite(**items), force=force))
-        forget_told(manager.directory)
+        forget_told(manager)
         return saved
 
     return waiting.run(save)
@@ -172,19 +172,19 @@ def _finish(manager: "CheckpointManager", caller: str) -> None:
         except Empty:
             # Orbax's threads wait for those of other processes before they say that they failed;
             # where there are none to wait for, it is given time to strike the step off its list
-            if pause < _SETTLED_S and has_failed(manager.directory):
+            if pause < _SETTLED_S and has_failed(manager):
                 pause = _SETTLED_S
                 continue
-            check_background(manager.directory, caller)
-            check_told(manager.directory, caller)
+            check_background(manager, caller)
+            check_told(manager, caller)
     # it raises an error once in every thread: so in this one too, before anything else is saved
     _catch(manager.wait_until_finished)
     kept = _catch(manager.check_for_errors)  # one of several is kept for the next save
     error = error or kept
     if error is None:
-        check_background(manager.directory, caller)
-    elif is_news(manager.directory, error):
-        forget_background(manager.directory)
+        check_background(manager, caller)
+    elif is_news(manager, error):
+        forget_background(manager)
         raise not_written(caller, error) from error
 
 
@@ -342,7 +342,7 @@ def _read(manager: "CheckpointManager", step: int, like: PyTree) -> dict[str, An
             raise
         except Exception as error:  # what Orbax raises of a file that is cut short is anything
             # also what a thread of the last save has come to since
-            check_background(manager.directory, "restore_run")
+            check_background(manager, "restore_run")
             raise _torn_error(manager, step, _shorten(error)) from error
 
     try:
