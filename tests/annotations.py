@@ -49,9 +49,9 @@ def _check_what_stands_in(owner: ModuleType | type) -> None:
                 jaxtyped(value, typechecker=_only_arrays)
             _check_what_stands_in(value)
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-        if isinstance(function, FunctionType) and function.__module__ == own:
-            if name != "__init__" and _arrays_of(function):
-                setattr(owner, name, jaxtyped(value, typechecker=_only_arrays))
+        is_own = isinstance(function, FunctionType) and function.__module__ == own
+        if is_own and name != "__init__" and _arrays_of(function):
+            setattr(owner, name, jaxtyped(value, typechecker=_only_arrays))
 
 
 def _arrays_of(fn: Callable) -> dict[str, type]:
