@@ -1,20 +1,20 @@
 """What checks annotations at run time: arrays' shapes and dtypes, and nothing else.
 
 Everything else is the business of pyright, and of the library's own errors, which a type check
-at every call would forestall. Only what has such annotations is wrapped: jaxtyping's own hook wraps
-every function of a package, nested ones too, and a wrapped call costs more than most of ours do.
+at every call would forestall. jaxtyping's own hook wraps every function of a package, nested ones
+too, and binds each call's arguments twice, which cost more than most of our functions do.
 """
 
 import sys
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
+from inspect import signature
 from types import FunctionType, ModuleType
 from typing import Any
 
-import beartype
-from jaxtyping import AbstractArray, jaxtyped
+from jaxtyping import AbstractArray, TypeCheckError, jaxtyped
 
 
 def install_import_hook(package: str) -> None:
@@ -45,16 +45,17 @@ def _check_what_stands_in(owner: ModuleType | type) -> None:
     own = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
     for name, value in list(vars(owner).items()):
         if isinstance(value, type) and value.__module__ == own and isinstance(owner, ModuleType):
-            if is_dataclass(value) and _arrays_of(value.__init__):
-                jaxtyped(value, typechecker=_only_arrays)
             _check_what_stands_in(value)
-        function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-        is_own = isinstance(function, FunctionType) and function.__module__ == own
-        if is_own and name != "__init__" and _arrays_of(function):
-            setattr(owner, name, jaxtyped(value, typechecker=_only_arrays))
+        kind = type(value) if isinstance(value, classmethod | staticmethod) else None
+        function = value if kind is None else value.__func__
+        if not isinstance(function, FunctionType) or not (hints := _find_arrays(function)):
+            continue
+        if function.__module__ == own or name == "__init__":  # a dataclass's has another's name
+            checked = _check(function, hints)
+            setattr(owner, name, checked if kind is None else kind(checked))
 
 
-def _arrays_of(fn: Callable) -> dict[str, type]:
+def _find_arrays(fn: Callable) -> dict[str, type]:
     return {
         name: hint
         for name, hint in fn.__annotations__.items()
@@ -62,8 +63,24 @@ def _arrays_of(fn: Callable) -> dict[str, type]:
     }
 
 
-def _only_arrays(fn: Any) -> Any:
-    if not hasattr(fn, "__annotations__"):
-        return fn
-    fn.__annotations__ = _arrays_of(fn)
-    return beartype.beartype(fn)
+def _check(fn: Callable, hints: dict[str, type]) -> Callable:
+    """`fn`, which raises where an array is not as its annotation says; axes of a name are equal."""
+    names = list(signature(fn).parameters)
+
+    @wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        with jaxtyped("context"):
+            for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+                if name in hints and not isinstance(value, hints[name]):
+                    raise TypeCheckError(_put_in_words(fn, name, value, hints[name]))
+            result = fn(*args, **kwargs)
+            if "return" in hints and not isinstance(result, hints["return"]):
+                raise TypeCheckError(_put_in_words(fn, "return", result, hints["return"]))
+            return result
+
+    return checked
+
+
+def _put_in_words(fn: Callable, name: str, value: Any, hint: type) -> str:
+    got = f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
+    return f"{fn.__qualname__}: {name} must be {hint.__name__}, got {got}."
