@@ -20,12 +20,12 @@ from jax_ddp_weighting.train.compilation import CompiledStep
 from jax_ddp_weighting.train.loss_scale import is_scale
 from jax_ddp_weighting.train.optimizer import check_optimizer
 from jax_ddp_weighting.train.step import (
-    StepOptions,
     StepReport,
     check_call,
     check_takes,
     global_step,
 )
+from jax_ddp_weighting.train.step_options import StepOptions
 from jax_ddp_weighting.train.train_state import step_state
 from jax_ddp_weighting.weighting.divisors import Divisors
 from jax_ddp_weighting.weighting.loss_terms import LossFn

@@ -18,7 +18,8 @@ from jax_ddp_weighting.train.accumulation import (
     is_window,
     window_weight,
 )
-from jax_ddp_weighting.train.step import StepOptions, StepReport
+from jax_ddp_weighting.train.step import StepReport
+from jax_ddp_weighting.train.step_options import StepOptions
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
 
 T = TypeVar("T")

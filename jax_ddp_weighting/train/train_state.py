@@ -29,13 +29,12 @@ from jax_ddp_weighting.train.optimizer import (
 )
 from jax_ddp_weighting.train.shards import global_norm
 from jax_ddp_weighting.train.step import (
-    StepOptions,
     StepReport,
-    Varying,
     check_call,
     check_takes,
     global_step,
 )
+from jax_ddp_weighting.train.step_options import StepOptions, Varying
 from jax_ddp_weighting.weighting.divisors import Divisors
 from jax_ddp_weighting.weighting.loss_terms import LossFn
 from jax_ddp_weighting.weighting.statistics import Statistics, call_statistics
