@@ -1,6 +1,6 @@
 """The same training step for an `nnx.Module` and its `nnx.Optimizer`, both updated in place."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.batch_layout import BatchSpec, find_axis_name
+from jax_ddp_weighting.train.batch_layout import BatchSpec
 from jax_ddp_weighting.train.compilation import CompiledStep
 from jax_ddp_weighting.train.loss_scale import is_scale
 from jax_ddp_weighting.train.optimizer import (
@@ -25,13 +25,12 @@ from jax_ddp_weighting.train.shards import global_norm
 from jax_ddp_weighting.train.step import (
     StepReport,
     check_call,
-    check_takes,
     global_step,
 )
 from jax_ddp_weighting.train.step_options import StepOptions, Varying
 from jax_ddp_weighting.weighting.divisors import Divisors
 from jax_ddp_weighting.weighting.loss_terms import LossFn
-from jax_ddp_weighting.weighting.statistics import Statistics, call_statistics
+from jax_ddp_weighting.weighting.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -184,19 +183,26 @@ def make_nnx_train_step(
         (True, 20)
     """
     options = StepOptions(
-        caller="make_nnx_train_step",
-        mesh=mesh,
+        "make_nnx_train_step",
+        mesh,
         microbatches=microbatches,
         engine=engine,
         coefficients=coefficients,
-        rng_per=rng_per,
-        axis_name=find_axis_name(axis_name, batch_spec, caller="make_nnx_train_step"),
-        gather_per=gather_per,
-        batch_spec=batch_spec,
         divisors=divisors,
-        skip_empty=skip_empty,
         statistics=statistics,
+        skip_empty=skip_empty,
+        rng_per=rng_per,
+        gather_per=gather_per,
+        grad_norm=grad_norm,
+        donate=donate,
+        batch_spec=batch_spec,
+        axis_name=axis_name,
     )
+    return NnxTrainStep(compile_nnx_step(loss_fn, options))
+
+
+def compile_nnx_step(loss_fn: LossFn, options: StepOptions) -> CompiledStep:
+    """The step of a model and its optimizer, for makers whose options are checked."""
 
     def step(
         placement: Any,
@@ -207,12 +213,8 @@ def make_nnx_train_step(
         replicated: PyTree,
     ) -> tuple[Any, StepReport]:
         model_def, params, keys, rest, optimizer = carried
-        gradient_of = global_step(
-            _of_model(loss_fn, model_def, optimizer.wrt, options),
-            options,
-            _statistics_of_model(model_def, optimizer.wrt, options),
-        )
-        gradient = partial(gradient_of, placement[1])
+        kind = _Module(model_def, optimizer.wrt, options)
+        gradient = partial(global_step(loss_fn, kind, options), placement[1])
         old = {"streams": keys, "variables": rest}
         given = old, batch, rng, replicated, Varying(options.call_schedules(optimizer.step[...]))
         report, gradients, state = gradient(params, *given)
@@ -238,76 +240,63 @@ def make_nnx_train_step(
         (params, optimizer), stepped = run_optimizer(
             tx, opt_state, offered, for_tx, report.skipped, apply, (params, optimizer)
         )
-        norm = global_norm(gradients) if grad_norm else None
+        norm = global_norm(gradients) if options.grad_norm else None
         carried = (model_def, params, keys, state["variables"], optimizer)
         return carried, replace(report, stepped=stepped, grad_norm=norm)
 
-    def check(
-        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
-    ) -> None:
-        del replicated  # anything that a loss function may be given
+    def check(carried: Any, batch: Batch, rng: Any, extra: dict[str, Any], _: PyTree) -> None:
         *model, optimizer = carried
         _check_without_scale(nnx.merge(*model, copy=True), optimizer)
         check_call(batch, rng, options)
         check_optimizer(optimizer.tx, optimizer.opt_state, extra)
 
-    return NnxTrainStep(CompiledStep(step, options.mesh, options.rows, check=check, donate=donate))
+    return CompiledStep(step, options.mesh, options.rows, check=check, donate=options.donate)
 
 
-def _of_model(
-    loss_fn: LossFn, model_def: Any, wrt: Any, options: StepOptions
-) -> Callable[..., Any]:
-    """The loss as a function of the model's parameters, with the rest of the model as its state."""
+@dataclass(frozen=True)
+class _Module:
+    """An `nnx.Module` of a rank's own, with random streams of the rank's own (a `ModelKind`)."""
 
-    def of_model(
-        params: PyTree, batch: Batch, *rng: Array, state: PyTree, **given: Any
-    ) -> tuple[Any, PyTree]:
-        arguments = "model, batch, rng" if rng else "model, batch"
-        given = options.find_for_loss(loss_fn, given)
-        check_takes(options.caller, loss_fn, arguments, 2 + len(rng), given)
-        model = _merge(model_def, params, state, options)
-        sums = loss_fn(model, batch, *rng, **given)
-        new_def, _, _, variables = nnx.split(model, wrt, nnx.RngKey, ...)
-        if new_def != model_def:
+    model_def: Any
+    wrt: Any
+    options: StepOptions
+    noun: str = "model"
+
+    def hand_out(self, params: PyTree, state: PyTree) -> tuple[Any, dict[str, Any]]:
+        keys, axis_name = state["streams"], self.options.mapped_axis
+        if axis_name is not None and self.options.rng_per != "example":
+            rank = jax.lax.axis_index(axis_name)
+            keys = jax.tree.map(lambda key: _fold_rank(key, rank), keys)
+        return nnx.merge(self.model_def, params, keys, state["variables"], copy=True), {}
+
+    def take_back(self, first: Any, out: Any, state: PyTree) -> tuple[Any, PyTree]:
+        new_def, _, _, variables = self._split(first)
+        if new_def != self.model_def:
             raise ValueError(
-                f"{options.caller}: loss_fn must leave the model's structure as it is, got a model "
-                "with other variables or attributes than before. Return what you would keep in "
-                "them as a term, or take them out with nnx.pop."
+                f"{self.options.caller}: loss_fn must leave the model's structure as it is, got a "
+                "model with other variables or attributes than before. Return what you would keep "
+                "in them as a term, or take them out with nnx.pop."
             )
-        if options.rng_per == "example":
-            _check_nothing_drawn(options.caller, "loss_fn", state["variables"], variables)
-        return sums, {"streams": state["streams"], "variables": variables}
+        self._check_nothing_drawn("loss_fn", state, variables)
+        return out, {"streams": state["streams"], "variables": variables}
 
-    return of_model
+    def check_unused(self, first: Any, state: PyTree) -> None:
+        self._check_nothing_drawn("statistics", state, self._split(first)[3])
 
+    def _split(self, model: Any) -> Any:
+        return nnx.split(model, self.wrt, nnx.RngKey, ...)
 
-def _statistics_of_model(model_def: Any, wrt: Any, options: StepOptions) -> Statistics | None:
-    """The step's statistics as a function of the model's parameters and its state."""
-    statistics = options.statistics
-    if statistics is None:
-        return None
-
-    def of_model(
-        params: PyTree, batch: Batch, *, state: PyTree, rng: Any = None, replicated: PyTree = None
-    ) -> PyTree:
-        model = _merge(model_def, params, state, options)
-        offered = {"rng": rng, "replicated": replicated}
-        found = call_statistics(statistics, model, batch, offered, names="model, batch")
-        if options.rng_per == "example":
-            variables = nnx.split(model, wrt, nnx.RngKey, ...)[3]
-            _check_nothing_drawn(options.caller, "statistics", state["variables"], variables)
-        return found
-
-    return of_model
-
-
-def _merge(model_def: Any, params: PyTree, state: PyTree, options: StepOptions) -> Any:
-    """A model of the rank's own, with the rank's own random streams."""
-    keys = state["streams"]
-    if options.mapped_axis is not None and options.rng_per != "example":
-        rank = jax.lax.axis_index(options.mapped_axis)
-        keys = jax.tree.map(lambda key: _fold_rank(key, rank), keys)
-    return nnx.merge(model_def, params, keys, state["variables"], copy=True)
+    def _check_nothing_drawn(self, name: str, state: PyTree, variables: PyTree) -> None:
+        if self.options.rng_per != "example":
+            return
+        of_each = (state["variables"], variables)
+        counts = [jax.tree.leaves(nnx.filter_state(each, nnx.RngCount)) for each in of_each]
+        if any(old is not new for old, new in zip(*counts, strict=True)):
+            raise ValueError(
+                f"{self.options.caller}: {name} must draw from its rng alone where "
+                "rng_per='example', got a model that drew from a stream of its own, which knows no "
+                "examples. Pass keys to its layers, or build it without rngs."
+            )
 
 
 def _find_variables(tree: Any) -> list[nnx.Variable]:
@@ -319,16 +308,6 @@ def _fold_rank(key: Array, rank: Array) -> Array:
     for _ in range(key.ndim):  # a stream may have been split
         fold = jax.vmap(fold, in_axes=(0, None))
     return fold(key, rank)
-
-
-def _check_nothing_drawn(caller: str, name: str, before: PyTree, after: PyTree) -> None:
-    counts = [jax.tree.leaves(nnx.filter_state(each, nnx.RngCount)) for each in (before, after)]
-    if any(old is not new for old, new in zip(*counts, strict=True)):
-        raise ValueError(
-            f"{caller}: {name} must draw from its rng alone where rng_per='example', got a model "
-            "that drew from a stream of its own, which knows no examples. Pass keys to its layers, "
-            "or build it without rngs."
-        )
 
 
 def _check_without_scale(model: Any, optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.batch_layout import BatchSpec, find_axis_name
+from jax_ddp_weighting.train.batch_layout import BatchSpec
 from jax_ddp_weighting.train.boxes import free_boxes
 from jax_ddp_weighting.train.compilation import CompiledStep
 from jax_ddp_weighting.train.loss_scale import is_scale
@@ -22,14 +22,13 @@ from jax_ddp_weighting.train.optimizer import check_optimizer
 from jax_ddp_weighting.train.step import (
     StepReport,
     check_call,
-    check_takes,
     global_step,
 )
 from jax_ddp_weighting.train.step_options import StepOptions
 from jax_ddp_weighting.train.train_state import step_state
 from jax_ddp_weighting.weighting.divisors import Divisors
 from jax_ddp_weighting.weighting.loss_terms import LossFn
-from jax_ddp_weighting.weighting.statistics import Statistics, call_statistics
+from jax_ddp_weighting.weighting.statistics import Statistics
 
 
 class _Carried(NamedTuple):
@@ -221,91 +220,76 @@ def make_optax_step(
         4.0
     """
     options = StepOptions(
-        caller="make_optax_step",
-        mesh=mesh,
+        "make_optax_step",
+        mesh,
         microbatches=microbatches,
         engine=engine,
         coefficients=coefficients,
-        rng_per=rng_per,
-        axis_name=find_axis_name(axis_name, batch_spec, caller="make_optax_step"),
-        gather_per=gather_per,
-        batch_spec=batch_spec,
         divisors=divisors,
-        skip_empty=skip_empty,
         statistics=statistics,
+        skip_empty=skip_empty,
+        rng_per=rng_per,
+        gather_per=gather_per,
+        grad_norm=grad_norm,
+        donate=donate,
+        batch_spec=batch_spec,
+        axis_name=axis_name,
     )
-    _check_is_optimizer(optimizer)
+    return OptaxStep(compile_optax_step(loss_fn, optimizer, has_state, options), has_state)
+
+
+def compile_optax_step(
+    loss_fn: LossFn, optimizer: Any, has_state: bool, options: StepOptions
+) -> CompiledStep:
+    """The step of parameters and an optax state, for makers whose options are checked."""
+    _check_is_optimizer(optimizer, caller=options.caller)
     names = ("model_state",) if has_state else ()
-    gradient_of = global_step(
-        _of_params(loss_fn, options, has_state), options, _statistics_of(options, has_state)
-    )
-    of_state = step_state(gradient_of, options, names, grad_norm=grad_norm)
+    gradient_of = global_step(loss_fn, _Parameters(has_state, options), options)
+    of_state = step_state(gradient_of, options, names)
 
     def step(placement: Any, carried: _Carried, *rest: Any) -> tuple[_Carried, StepReport]:
         state, report = of_state(placement, _State(*carried, tx=optimizer), *rest)
         return _Carried(state.params, state.opt_state, state.model_state, state.step), report
 
-    def check(
-        carried: _Carried,
-        batch: Batch,
-        rng: Array | None,
-        extra: dict[str, Any],
-        replicated: PyTree,
-    ) -> None:
-        del replicated  # anything that a loss function may be given
+    def check(carried: _Carried, batch: Batch, rng: Any, extra: dict[str, Any], _: PyTree) -> None:
         _check_carried(carried, options, has_state)
         check_call(batch, rng, options)
         check_optimizer(optimizer, carried.opt_state, extra)
 
-    compiled = CompiledStep(step, options.mesh, options.rows, check=check, donate=donate)
-    return OptaxStep(compiled, has_state)
+    return CompiledStep(step, options.mesh, options.rows, check=check, donate=options.donate)
 
 
-def _of_params(loss_fn: LossFn, options: StepOptions, has_state: bool) -> LossFn:
-    def of_params(
-        params: PyTree, batch: Batch, *rng: Array, state: dict[str, PyTree], **given: Any
-    ) -> tuple[Any, dict[str, PyTree]]:
-        given = options.find_for_loss(loss_fn, given)
-        if has_state:
-            given["state"] = state["model_state"]
-        arguments = "params, batch, rng" if rng else "params, batch"
-        check_takes(options.caller, loss_fn, arguments, 2 + len(rng), given)
-        out = loss_fn(free_boxes(params, options.mapped_axis), batch, *rng, **given)
-        if not has_state:
+@dataclass(frozen=True)
+class _Parameters:
+    """Parameters of any pytree, and perhaps a state that is given by name (a `ModelKind`)."""
+
+    has_state: bool
+    options: StepOptions
+    noun: str = "params"
+
+    def hand_out(self, params: PyTree, state: PyTree) -> tuple[Any, dict[str, Any]]:
+        named = {"state": state["model_state"]} if self.has_state else {}
+        return free_boxes(params, self.options.mapped_axis), named
+
+    def take_back(self, first: Any, out: Any, state: PyTree) -> tuple[Any, PyTree]:
+        if not self.has_state:
             return out, state
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
-                "make_optax_step: loss_fn must return (sums, state) where has_state is given, got "
-                f"{type(out).__name__}. The state is the one after this batch."
+                f"{self.options.caller}: loss_fn must return (sums, state) where has_state is "
+                f"given, got {type(out).__name__}. The state is the one after this batch."
             )
         return out[0], {"model_state": out[1]}
 
-    return of_params
+    def check_unused(self, first: Any, state: PyTree) -> None:
+        """Nothing is ever used up: what the statistics are given is a pytree of arrays."""
 
 
-def _statistics_of(options: StepOptions, has_state: bool) -> Statistics | None:
-    """The step's statistics as a function of the parameters and the state beside them."""
-    statistics = options.statistics
-    if statistics is None:
-        return None
-
-    def of_params(
-        params: PyTree, batch: Batch, *, state: PyTree, rng: Any = None, replicated: PyTree = None
-    ) -> PyTree:
-        offered = {"rng": rng, "replicated": replicated}
-        if has_state:
-            offered["state"] = state["model_state"]
-        free = free_boxes(params, options.mapped_axis)
-        return call_statistics(statistics, free, batch, offered, names="params, batch")
-
-    return of_params
-
-
-def _check_is_optimizer(optimizer: Any) -> None:
+def _check_is_optimizer(optimizer: Any, *, caller: str) -> None:
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(
-            "make_optax_step: optimizer must be one of optax, got "
-            f"{type(optimizer).__name__}. optax.adamw(1e-3) is one."
+            f"{caller}: optimizer must be one of optax, got {type(optimizer).__name__}. "
+            "optax.adamw(1e-3) is one."
         )
 
 

@@ -1,7 +1,6 @@
 """What every training step is made of: one gradient over all ranks, applied or skipped."""
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,16 +12,16 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jax_ddp_weighting.data.batch import MAKE_OR_READ_BATCHES, Batch, check_batch, check_is_global
 from jax_ddp_weighting.distributed import mesh as meshes
+from jax_ddp_weighting.train.model_kind import ModelKind, as_step_loss, as_step_statistics
 from jax_ddp_weighting.train.step_options import StepOptions, Varying
 from jax_ddp_weighting.weighting.gradient import (
     GlobalLoss,
     StepGradient,
     take_gradient,
 )
-from jax_ddp_weighting.weighting.loss_terms import has_gradient
+from jax_ddp_weighting.weighting.loss_terms import LossFn, has_gradient
 from jax_ddp_weighting.weighting.microbatches import check_rows
 from jax_ddp_weighting.weighting.rank_gradient import GradientOptions
-from jax_ddp_weighting.weighting.statistics import Statistics
 
 
 @jax.tree_util.register_dataclass
@@ -65,15 +64,13 @@ class StepReport:
         return self.loss.means
 
 
-def global_step(
-    loss_fn: Callable[..., Any], options: StepOptions, statistics: Statistics | None
-) -> Callable[..., Any]:
+def global_step(loss_fn: LossFn, kind: ModelKind, options: StepOptions) -> Callable[..., Any]:
     """The gradient of a step over all ranks, and the state that its model keeps.
 
     Args:
-        loss_fn: `loss_fn(params, batch, [rng], state=state)` returns `(sums, state)`.
+        loss_fn: the loss, as the user wrote it.
+        kind: what it is given of parameters and state.
         options: how it is run.
-        statistics: `statistics(params, batch, state=state)`, the options' own, or None.
 
     Returns:
         A function `(placement, params, state, batch, rng, replicated, varying) -> (StepReport,
@@ -83,12 +80,12 @@ def global_step(
         bad it is so too, but for the gradients, which are not to be used.
     """
     fixed = GradientOptions(
-        loss_fn,
+        as_step_loss(loss_fn, kind, options),
         options.mapped_axis,
         options.microbatches,
         options.coefficients,
         options.divisors,
-        statistics,
+        as_step_statistics(kind, options),
         has_state=True,
         has_accepted=True,
         part_axes=options.rows.part_axes if options.engine == "shard_map" else (),
@@ -187,35 +184,6 @@ def _example_keys(rng: Array, ids: Array) -> Array:
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     high = fold(rng, words[0].astype(jnp.uint32))
     return jax.vmap(jax.random.fold_in)(high, words[1].astype(jnp.uint32))
-
-
-def check_takes(
-    caller: str, loss_fn: Callable[..., Any], names: str, count: int, given: Mapping[str, Any]
-) -> None:
-    """Raises `TypeError` unless `loss_fn` can be called with what the step was given.
-
-    Args:
-        caller: the maker of the step, which speaks in the error.
-        loss_fn: what will be called.
-        names: its positional arguments in order, for the error.
-        count: how many they are.
-        given: what comes by name, such as `replicated`.
-    """
-    signature = inspect.signature(loss_fn)
-    try:
-        signature.bind(*range(count), **given)
-    except TypeError:
-        if given:
-            raise TypeError(
-                f"{caller}: loss_fn must take ({names}, *, {', '.join(given)}) when the step is "
-                f"given {' and '.join(given)}, got {signature}. Give it only what the loss "
-                "function takes."
-            ) from None
-        rng = "an rng" if count == 3 else "no rng"
-        raise TypeError(
-            f"{caller}: loss_fn must take ({names}) when the step is given {rng}, got "
-            f"{signature}. Give the step an rng if the loss function takes one, and only then."
-        ) from None
 
 
 def check_call(batch: Any, rng: Any, options: StepOptions) -> None:

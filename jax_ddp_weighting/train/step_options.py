@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 from jax_ddp_weighting._arguments import check_at_least
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.batch_layout import BatchLayout, BatchSpec
+from jax_ddp_weighting.train.batch_layout import BatchLayout, BatchSpec, find_axis_name
 from jax_ddp_weighting.weighting.divisors import Divisors, check_divisors
 from jax_ddp_weighting.weighting.loss_terms import describe, has_gradient, is_number
 from jax_ddp_weighting.weighting.named_arguments import find_for_loss
@@ -27,7 +27,7 @@ GATHER_PER = ("step", "microbatch")
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step is run, checked; what the two makers of steps have in common.
+    """How a step is run, checked; what all makers of steps have in common.
 
     Attributes:
         caller: the maker, which speaks in errors.
@@ -35,29 +35,35 @@ class StepOptions:
         microbatches: how many microbatches each rank splits its rows into.
         engine: one of `STEP_ENGINES`.
         coefficients: one factor per term, or None for a loss of one term.
-        rng_per: one of `RNG_PER`.
-        axis_name: the data axis.
         divisors: what terms are divided by that have a divisor, or None.
-        skip_empty: whether a step in which nothing has weight is skipped.
         statistics: what is summed over the step before any loss is taken, or None.
+        skip_empty: whether a step in which nothing has weight is skipped.
+        rng_per: one of `RNG_PER`.
         gather_per: one of `GATHER_PER`.
+        grad_norm: whether the norm of the gradient is reported.
+        donate: whether the step may write into what it is given.
         batch_spec: how the rows lie on the mesh, where it is not over the data axis alone.
+        axis_name: the data axis; of None, the one that `batch_spec` shards rows over.
     """
 
     caller: str
     mesh: Mesh
-    microbatches: int
-    engine: str
-    coefficients: Mapping[str, Any] | None
-    rng_per: str
-    axis_name: AxisName
+    microbatches: int = 1
+    engine: str = "shard_map"
+    coefficients: Mapping[str, Any] | None = None
     divisors: Divisors | None = None
-    skip_empty: bool = True
     statistics: Statistics | None = None
+    skip_empty: bool = True
+    rng_per: str = "rank"
     gather_per: str = "step"
+    grad_norm: bool = False
+    donate: bool = True
     batch_spec: BatchSpec | None = None
+    axis_name: Any = None  # an `AxisName` once it is checked
 
     def __post_init__(self) -> None:
+        axis_name = find_axis_name(self.axis_name, self.batch_spec, caller=self.caller)
+        object.__setattr__(self, "axis_name", axis_name)
         choices = {"engine": STEP_ENGINES, "rng_per": RNG_PER, "gather_per": GATHER_PER}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
