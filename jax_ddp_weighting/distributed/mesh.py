@@ -132,6 +132,15 @@ def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) ->
     return size
 
 
+def check_has_devices(mesh: Mesh | AbstractMesh, *, caller: str) -> None:
+    """Raises `TypeError` for a mesh that nothing can be placed on; `caller` speaks in the error."""
+    if isinstance(mesh, AbstractMesh):
+        raise TypeError(
+            f"{caller}: mesh must have devices, got an AbstractMesh. data_mesh() makes a mesh of "
+            "those that are there."
+        )
+
+
 def row_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:
     """Rows spread over the ranks: how a batch lies on the mesh."""
     return NamedSharding(mesh, PartitionSpec(axis_name))

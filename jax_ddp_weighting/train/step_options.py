@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting._arguments import check_at_least
@@ -87,11 +87,7 @@ class StepOptions:
                 "gives the optimizer a gradient of 0 where nothing in a batch has weight."
             )
         check_statistics(self.statistics, caller=self.caller)
-        if isinstance(self.mesh, AbstractMesh):
-            raise TypeError(
-                f"{self.caller}: mesh must have devices, got an AbstractMesh. data_mesh() makes a "
-                "mesh of those that are there."
-            )
+        meshes.check_has_devices(self.mesh, caller=self.caller)
         if self.engine == "pmap":  # pmap's own arrays have axes of type Auto
             object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
         meshes.num_ranks(self.mesh, self.axis_name, caller=self.caller)

@@ -18,7 +18,7 @@ from jax_ddp_weighting import (
     weighted_multi_steps,
     weighted_sum,
 )
-from jax_ddp_weighting.train.step import STEP_ENGINES
+from jax_ddp_weighting.train.step_options import STEP_ENGINES
 
 X = np.random.default_rng(0).normal(size=(23, 4)).astype(np.float32)
 Y = np.sin(X.sum(1))
