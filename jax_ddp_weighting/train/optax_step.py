@@ -31,7 +31,7 @@ from jax_ddp_weighting.weighting.loss_terms import LossFn
 from jax_ddp_weighting.weighting.statistics import Statistics
 
 
-class _Carried(NamedTuple):
+class Carried(NamedTuple):
     """What a step is given and gives back; a pytree of arrays alone."""
 
     params: PyTree
@@ -39,10 +39,34 @@ class _Carried(NamedTuple):
     model_state: PyTree
     step: Any
 
+    def hand_back(self) -> tuple[PyTree, ...]:
+        """What the user goes on with: the model's state where there is one, the count not."""
+        kept = () if self.model_state is None else (self.model_state,)
+        return self.params, self.opt_state, *kept
+
+
+def carry(
+    params: PyTree, opt_state: PyTree, state: PyTree, count: Any, *, has_state: bool
+) -> Carried:
+    """What a step or an epoch is given.
+
+    Raises:
+        TypeError: there is a state that nobody asked for.
+    """
+    if state is not None and not has_state:
+        raise TypeError(
+            "train step: state must be left out where the step was made without has_state, "
+            f"got {type(state).__name__}. With has_state=True the loss is given it, and "
+            "returns the next."
+        )
+    # a copy, as it is donated with the rest
+    count = count if count is None else jnp.array(count, jnp.int32)
+    return Carried(params, opt_state, state, count)
+
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=_Carried._fields,
+    data_fields=Carried._fields,
     meta_fields=["tx"],
 )
 @dataclass(frozen=True)
@@ -61,7 +85,8 @@ class _State:
     def apply_gradients(self, *, grads: PyTree, **fields: Any) -> "_State":
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         params = optax.apply_updates(self.params, updates)
-        return replace(self, params=params, opt_state=opt_state, **fields)
+        step = None if self.step is None else self.step + 1  # as a TrainState counts, for an epoch
+        return replace(self, params=params, opt_state=opt_state, step=step, **fields)
 
 
 @dataclass(frozen=True)
@@ -84,12 +109,10 @@ class OptaxStep:
         **optimizer_args: Any,
     ) -> tuple[Any, ...]:
         """Parameters and optimizer's state after the step, the model's if it has one, report."""
-        carried = self._carry(params, opt_state, state, count)
+        carried = carry(params, opt_state, state, count, has_state=self.has_state)
         replicated = self.compiled.replicate(replicated)
         carried, report = self.compiled(carried, batch, rng, optimizer_args, replicated)
-        if self.has_state:
-            return carried.params, carried.opt_state, carried.model_state, report
-        return carried.params, carried.opt_state, report
+        return *carried.hand_back(), report
 
     def lower(
         self,
@@ -104,20 +127,9 @@ class OptaxStep:
         **optimizer_args: Any,
     ) -> Lowered:
         """JAX's `Lowered` of the step for these arguments, or their shapes: nothing is run."""
-        carried = self._carry(params, opt_state, state, count)
+        carried = carry(params, opt_state, state, count, has_state=self.has_state)
         replicated = self.compiled.replicate(replicated)
         return self.compiled.lower(carried, batch, rng, optimizer_args, replicated)
-
-    def _carry(self, params: PyTree, opt_state: PyTree, state: PyTree, count: Any) -> _Carried:
-        if state is not None and not self.has_state:
-            raise TypeError(
-                "train step: state must be left out where the step was made without has_state, "
-                f"got {type(state).__name__}. With has_state=True the loss is given it, and "
-                "returns the next."
-            )
-        # a copy, as it is donated with the rest
-        count = count if count is None else jnp.array(count, jnp.int32)
-        return _Carried(params, opt_state, state, count)
 
 
 def make_optax_step(
@@ -247,11 +259,11 @@ def compile_optax_step(
     gradient_of = global_step(loss_fn, _Parameters(has_state, options), options)
     of_state = step_state(gradient_of, options, names)
 
-    def step(placement: Any, carried: _Carried, *rest: Any) -> tuple[_Carried, StepReport]:
+    def step(placement: Any, carried: Carried, *rest: Any) -> tuple[Carried, StepReport]:
         state, report = of_state(placement, _State(*carried, tx=optimizer), *rest)
-        return _Carried(state.params, state.opt_state, state.model_state, state.step), report
+        return Carried(state.params, state.opt_state, state.model_state, state.step), report
 
-    def check(carried: _Carried, batch: Batch, rng: Any, extra: dict[str, Any], _: PyTree) -> None:
+    def check(carried: Carried, batch: Batch, rng: Any, extra: dict[str, Any], _: PyTree) -> None:
         _check_carried(carried, options, has_state)
         check_call(batch, rng, options)
         check_optimizer(optimizer, carried.opt_state, extra)
@@ -293,7 +305,7 @@ def _check_is_optimizer(optimizer: Any, *, caller: str) -> None:
         )
 
 
-def _check_carried(carried: _Carried, options: StepOptions, has_state: bool) -> None:
+def _check_carried(carried: Carried, options: StepOptions, has_state: bool) -> None:
     if hasattr(carried.params, "apply_gradients"):
         raise TypeError(
             "train step: params must be parameters alone, got "

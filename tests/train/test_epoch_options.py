@@ -15,6 +15,7 @@ from jax_ddp_weighting import (
     data_mesh,
     make_evaluation,
     make_nnx_train_epoch,
+    make_optax_epoch,
     make_train_epoch,
     weighted_sum,
 )
@@ -23,6 +24,7 @@ PLAN = EpochPlan(47, 2, 6)
 MAKERS = {
     "make_train_epoch": partial(make_train_epoch, fitting.loss_fn),
     "make_nnx_train_epoch": partial(make_nnx_train_epoch, fitting.loss_fn),
+    "make_optax_epoch": partial(make_optax_epoch, fitting.loss_fn, optax.sgd(0.1)),
 }
 
 
