@@ -120,38 +120,27 @@ def make_nnx_train_step(
         loss_fn: `loss_fn(model, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
             that `coefficients` combines; `loss_fn(model, batch, rng)` where the step is given an
             rng. It may update the model's variables, and add or remove none.
-        mesh: a mesh with the data axis. Parameters may be sharded over any of its axes: each
-            stays where it lies, and so does the optimizer's state.
+        mesh: a mesh with the data axis, over any of whose axes parameters may be sharded.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
-        coefficients: one factor per term; 0 for one that is only to be reported. A function of the
-            step, such as a schedule of optax's, is called with `optimizer.step`.
+        coefficients: one factor per term, as in `make_train_step`; functions of the step are called
+            with `optimizer.step`.
         divisors: what terms are divided by in place of their weights, as in `make_train_step`.
-        statistics: sums over all rows of the step that `loss_fn` is given as `statistics=`, as in
-            `make_train_step`: `statistics(model, batch)`. What it changes in the model is dropped.
+        statistics: `statistics(model, batch)`, sums over all rows of the step, as in
+            `make_train_step`. What it changes in the model is dropped.
         skip_empty: whether a step in which nothing has weight is skipped, as in `make_train_step`.
         rng_per: `"rank"` folds the rng, and the model's own random streams, with the rank; the
             global view of `jit` has one for all rows. `"example"` gives `loss_fn` an array of keys
             `[rows]`, each made of the rng and the row's id alone, and refuses a model that draws
             from streams of its own.
-        gather_per: of parameters that are sharded over the data axis, under `"shard_map"`: `"step"`
-            gathers each once per step and scatters its gradient once, `"microbatch"` does so once
-            per microbatch, and accumulates shards alone. (XLA decides it under `"jit"`.)
+        gather_per: when parameters that are sharded over the data axis are gathered, as in
+            `make_train_step`.
         grad_norm: whether `report.grad_norm` is the norm of the global gradient.
         donate: whether the step may write into the arrays of the model and the optimizer. With
             False whoever else holds them may go on reading, at the price of a second set in memory.
-        batch_spec: how the rows lie on the mesh, where that is over more than the data axis: a
-            `PartitionSpec` for every leaf of the batch's data, `P(("replica", "fsdp"))` or, where
-            the tokens of a row lie on several ranks, `P("data", "seq")`; or a pytree of them, in
-            the structure of the data or of its first levels. Weights and ids lie as the rows do.
-            Over axes that `axis_name` does not name, `loss_fn` sees all that there is, as in the
-            global view, and XLA splits the work: it is written as for one device. Over those that
-            it names, a rank sees its own part, and `loss_fn` says by hand what ranks tell each
-            other: with `axis_name=("data", "seq")` it is given its own tokens, and its sums are
-            added up over both axes, those of weights too. (A key of `rng_per="example"` is then the
-            row's on each of its ranks: fold the index on the axis in.)
-        axis_name: the data axis, or several; by default those that `batch_spec` shards rows over,
-            and `"data"` without it.
+        batch_spec: how the rows lie on the mesh, where that is over more than the data axis, as in
+            `make_train_step`.
+        axis_name: the data axis, or several, as in `make_train_step`.
 
     Returns:
         A function that compiles once for a run, short last steps included, and as often as the

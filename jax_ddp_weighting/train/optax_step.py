@@ -158,37 +158,32 @@ def make_optax_step(
     floating arrays: those of haiku, the arrays of an equinox module, a `NamedTuple`, a dict.
 
     Args:
-        loss_fn: `loss_fn(params, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
-            that `coefficients` combines; `loss_fn(params, batch, rng)` where the step is given an
-            rng.
+        loss_fn: as `make_train_step` takes it, without `mutable`.
         optimizer: the optax optimizer, whose state `optimizer.init(params)` the step is given
             first. `weighted_multi_steps` accumulates over several calls.
-        mesh: a mesh with the data axis. Parameters may be sharded over any of its axes: each
-            stays where it lies, and so does the optimizer's state.
+        mesh: a mesh with the data axis, over any of whose axes parameters may be sharded.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
-        coefficients: one factor per term; 0 for one that is only to be reported. A function of the
-            number of steps taken, such as a schedule of optax's, is called with `count=`.
+        coefficients: one factor per term, as in `make_train_step`; functions of the number of steps
+            taken are called with `count=`.
         divisors: what terms are divided by in place of their weights, as in `make_train_step`.
-        statistics: sums over all rows of the step that `loss_fn` is given as `statistics=`, as in
-            `make_train_step`: `statistics(params, batch)`, given `state` where it names it.
+        statistics: `statistics(params, batch)`, sums over all rows of the step, as in
+            `make_train_step`; given `state` where it names it.
         skip_empty: whether a step in which nothing has weight is skipped, as in `make_train_step`.
         has_state: whether the model keeps a state beside its parameters, such as haiku's of
             `transform_with_state` or equinox's `State`. `loss_fn` is then given it as `state=`, and
             returns `(sums, state)`. Microbatches update it in order; it must come out the same on
             every rank, or the step raises.
-        rng_per: `"rank"` folds the rng with the rank and the microbatch; `"example"` gives
-            `loss_fn` an array of keys `[rows]`; as in `make_train_step`.
-        gather_per: of parameters that are sharded over the data axis, under `"shard_map"`: `"step"`
-            gathers each once per step and scatters its gradient once, `"microbatch"` does so once
-            per microbatch, and accumulates shards alone. (XLA decides it under `"jit"`.)
+        rng_per: `"rank"` or `"example"`, what the keys of `loss_fn` are made of, as in
+            `make_train_step`.
+        gather_per: when parameters that are sharded over the data axis are gathered, as in
+            `make_train_step`.
         grad_norm: whether `report.grad_norm` is the norm of the global gradient.
         donate: whether the step may write into the arrays that it is given. With False they stay
             good, at the price of a second set in memory.
         batch_spec: how the rows lie on the mesh, where that is over more than the data axis, as in
             `make_train_step`.
-        axis_name: the data axis, or several; by default those that `batch_spec` shards rows over,
-            and `"data"` without it.
+        axis_name: the data axis, or several, as in `make_train_step`.
 
     Returns:
         A function that compiles once for a run, short last steps included. It places parameters,
