@@ -25,7 +25,8 @@ from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import RankPlacement, check_device_values, id_dtype
 from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, count_steps, find_fingerprint
 from jax_ddp_weighting.sampling.order import GivenOrder
-from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
+from jax_ddp_weighting.sampling.plan import EpochPlan
+from jax_ddp_weighting.sampling.slots import Slots
 
 Fetch = Callable[..., PyTree]
 """`fetch(ids)` returns a pytree of arrays `[len(ids), ...]`: row `j` is example `ids[j]`.

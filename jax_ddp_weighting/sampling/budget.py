@@ -27,9 +27,9 @@ from jax_ddp_weighting.sampling.lengths import (
 )
 from jax_ddp_weighting.sampling.order import keyed_order
 from jax_ddp_weighting.sampling.padding import PaddingReport, measure_padding
-from jax_ddp_weighting.sampling.plan import Slots
 from jax_ddp_weighting.sampling.plan_options import Tail, check_epoch_of, check_shuffle, check_tail
 from jax_ddp_weighting.sampling.shapes import fit_rows
+from jax_ddp_weighting.sampling.slots import Slots
 
 _PLACES = "BudgetPlan.position(step) gives one."
 

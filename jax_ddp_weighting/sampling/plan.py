@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
-from jaxtyping import Float, Int64, Integer, Real
+from jaxtyping import Float, Int64, Integer
 
 from jax_ddp_weighting._arguments import (
     check_below,
@@ -26,31 +26,11 @@ from jax_ddp_weighting.sampling.example_weights import ExampleWeights
 from jax_ddp_weighting.sampling.order import GivenOrder, keyed_order, torch_order
 from jax_ddp_weighting.sampling.order_functions import CalledOrder, OrderFunction
 from jax_ddp_weighting.sampling.plan_options import Tail, check_epoch_of, check_shuffle, check_tail
+from jax_ddp_weighting.sampling.slots import Slots
 
 Order = Literal["keyed", "torch"]
 
 _PLACES = "It counts places of the epoch's order."
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Some slots of an epoch: which example sits in each, and how much it counts.
-
-    Args:
-        ids: int64 example ids, any shape. Of a `DevicePlan` int32, on the device.
-        weights: int32 of the same shape: 1 where the slot counts, 0 where it is padding. Integers,
-            so that a sum of them counts exactly. float32 where the plan has weights of its own.
-        length: what every row of a step is padded to, where the plan has a say in it.
-
-    Example:
-        >>> slots = EpochPlan(5, num_replicas=2, batch_size=1, shuffle=False).slots(0, rank=1)
-        >>> slots.ids.tolist(), slots.weights.tolist()
-        ([1, 3, 0], [1, 1, 0])
-    """
-
-    ids: Integer[Any, "*shape"]
-    weights: Real[Any, "*shape"]
-    length: int | None = None
 
 
 @dataclass(frozen=True)
