@@ -17,9 +17,10 @@ from jax_ddp_weighting._arguments import (
     check_up_to,
 )
 from jax_ddp_weighting.sampling import adapters
+from jax_ddp_weighting.sampling.epoch_order import Order
 from jax_ddp_weighting.sampling.order import GivenOrder
 from jax_ddp_weighting.sampling.order_functions import CalledOrder, OrderFunction
-from jax_ddp_weighting.sampling.plan import EpochPlan, Order
+from jax_ddp_weighting.sampling.plan import EpochPlan
 from jax_ddp_weighting.sampling.plan_options import Tail
 from jax_ddp_weighting.sampling.reading import Reader
 from jax_ddp_weighting.sampling.resuming import make_state, read_state
