@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -148,47 +149,13 @@ def batches(
     opening = Opening("batches", meeting, reading, timeout_s)
     # a `with jax.enable_x64(...)` holds in its own thread alone, and another one may fetch
     x64 = jax.config.read("jax_enable_x64")
-
-    def fetch_rows(step: int) -> tuple[int, Slots, Any]:
-        slots = plan.batch(epoch, step, ranks=layout.local)
-        with jax.enable_x64(x64), report_failure(step):
-            ids = _copy_unwritable(_join_ranks(slots.ids))
-            return step, slots, fetch(ids) if lengths is None else fetch(ids, slots.length)
-
-    def place_rows(fetched: tuple[int, Slots, Any]) -> Batch:
-        step, slots, data = fetched
-        ids, weights = _join_ranks(slots.ids), _join_ranks(slots.weights)
-        with jax.enable_x64(x64):
-            with report_failure(step):
-                check = partial(_check_rows, number=len(ids))
-                data = jax.tree_util.tree_map_with_path(check, data)
-                found = describe(data, slots.length)
-            # before the others are met: what fetch has returned may be filled anew at any time
-            batch = layout.place(Batch(data, ids.astype(id_dtype()), weights))
-            opening.check(found)
-            return batch
-
-    def describe(rows: PyTree, length: int | None) -> RowFormat:
-        if lengths is None or length is None:
-            return describe_rows(rows)
-        return lengths.describe(rows, length)
-
-    @contextmanager
-    def report_failure(step: int) -> Iterator[None]:
-        failed = f"fetch failed at epoch {epoch}, step {step}"
-        # what is wrong with the first rows is the others' business too: they wait for this process
-        with opening.report_failure(failed):
-            try:
-                yield
-            except BaseException as error:
-                error.add_note(f"batches: {failed}.")
-                raise
+    rows = _Rows(plan, epoch, fetch, layout, lengths, opening, x64)
 
     def read() -> Iterator[Batch]:
         if start_step == steps:  # others may not think so, and would wait for rows from here
             opening.check_without_rows()
             return
-        made = read_ahead(range(start_step, steps), prefetch, fetch_rows, place_rows)
+        made = read_ahead(range(start_step, steps), prefetch, rows.fetch_step, rows.place_step)
         watch = Watch("batches", meeting, layout, timeout_s, lambda step: step == steps - 1)
         try:
             for step, batch in enumerate(made, start_step):
@@ -205,6 +172,65 @@ def batches(
             made.close()
 
     return read()
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The rows of an epoch: fetched for this process's ranks, which another thread may do; placed.
+
+    Attributes:
+        plan: who reads what.
+        epoch: the epoch.
+        fetch: the user's function.
+        layout: where rows go.
+        lengths: what knows rows that are padded to a length; None where none are.
+        opening: where processes compare what they read first.
+        x64: whether 64 bits were on when reading began.
+    """
+
+    plan: Plan
+    epoch: int
+    fetch: Fetch
+    layout: RankPlacement
+    lengths: RowLengths | None
+    opening: Opening
+    x64: bool
+
+    def fetch_step(self, step: int) -> tuple[int, Slots, Any]:
+        slots = self.plan.batch(self.epoch, step, ranks=self.layout.local)
+        with jax.enable_x64(self.x64), self._report_failure(step):
+            ids = _copy_unwritable(_join_ranks(slots.ids))
+            given = (ids,) if self.lengths is None else (ids, slots.length)
+            return step, slots, self.fetch(*given)
+
+    def place_step(self, fetched: tuple[int, Slots, Any]) -> Batch:
+        step, slots, data = fetched
+        ids, weights = _join_ranks(slots.ids), _join_ranks(slots.weights)
+        with jax.enable_x64(self.x64):
+            with self._report_failure(step):
+                check = partial(_check_rows, number=len(ids))
+                data = jax.tree_util.tree_map_with_path(check, data)
+                found = self._describe(data, slots.length)
+            # before the others are met: what fetch has returned may be filled anew at any time
+            batch = self.layout.place(Batch(data, ids.astype(id_dtype()), weights))
+            self.opening.check(found)
+            return batch
+
+    def _describe(self, rows: PyTree, length: int | None) -> RowFormat:
+        if self.lengths is None or length is None:
+            return describe_rows(rows)
+        return self.lengths.describe(rows, length)
+
+    @contextmanager
+    def _report_failure(self, step: int) -> Iterator[None]:
+        failed = f"fetch failed at epoch {self.epoch}, step {step}"
+        # what is wrong with the first rows is the others' business too: they wait for this process
+        with self.opening.report_failure(failed):
+            try:
+                yield
+            except BaseException as error:
+                error.add_note(f"batches: {failed}.")
+                raise
 
 
 def _warn_of_one_draw(plan: Plan, epoch: int) -> None:
