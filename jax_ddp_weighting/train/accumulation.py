@@ -164,8 +164,12 @@ def weighted_multi_steps(
     """
     _check_arguments(optimizer, every_k_steps, gradients_of)
     windows = _Windows(
-        *(optax.with_extra_args_support(optimizer), every_k_steps, gradients_of, use_grad_mean),
-        *(should_skip_update_fn, param_specs),
+        inner=optax.with_extra_args_support(optimizer),
+        every_k_steps=every_k_steps,
+        gradients_of=gradients_of,
+        use_grad_mean=use_grad_mean,
+        should_skip_update_fn=should_skip_update_fn,
+        param_specs=param_specs,
     )
     return WeightedMultiSteps(windows.init, windows.update)
 
