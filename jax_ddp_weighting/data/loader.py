@@ -114,8 +114,8 @@ def batches(
         [40.0, 0.0] [1, 0]
     """
     check_any_plan("batches: plan", plan)
-    layout = RankPlacement.here(mesh, axis_name, caller="batches")
-    ranks = layout.ranks
+    placement = RankPlacement.here(mesh, axis_name, caller="batches")
+    ranks = placement.ranks
     if plan.num_replicas != ranks:
         raise ValueError(
             f"batches: plan must have as many ranks as the mesh's {axis_name!r} axis, got "
@@ -133,7 +133,9 @@ def batches(
     if lengths is not None:
         _check_takes_length(fetch, plan)
     # met here and not at the first batch: all processes make their streams in the same order
-    meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes, timeout_s)
+    meeting = coordination.next_meeting(
+        "batches", jax.process_index(), placement.processes, timeout_s
+    )
     reading = {
         **find_fingerprint(plan, epoch),
         "num_replicas": plan.num_replicas,
@@ -149,14 +151,14 @@ def batches(
     opening = Opening("batches", meeting, reading, timeout_s)
     # a `with jax.enable_x64(...)` holds in its own thread alone, and another one may fetch
     x64 = jax.config.read("jax_enable_x64")
-    rows = _Rows(plan, epoch, fetch, layout, lengths, opening, x64)
+    rows = _Rows(plan, epoch, fetch, placement, lengths, opening, x64)
 
     def read() -> Iterator[Batch]:
         if start_step == steps:  # others may not think so, and would wait for rows from here
             opening.check_without_rows()
             return
         made = read_ahead(range(start_step, steps), prefetch, rows.fetch_step, rows.place_step)
-        watch = Watch("batches", meeting, layout, timeout_s, lambda step: step == steps - 1)
+        watch = Watch("batches", meeting, placement, timeout_s, lambda step: step == steps - 1)
         try:
             for step, batch in enumerate(made, start_step):
                 watch.enter(step)
@@ -182,7 +184,7 @@ class _Rows:
         plan: who reads what.
         epoch: the epoch.
         fetch: the user's function.
-        layout: where rows go.
+        placement: where rows go.
         lengths: what knows rows that are padded to a length; None where none are.
         opening: where processes compare what they read first.
         x64: whether 64 bits were on when reading began.
@@ -191,13 +193,13 @@ class _Rows:
     plan: Plan
     epoch: int
     fetch: Fetch
-    layout: RankPlacement
+    placement: RankPlacement
     lengths: RowLengths | None
     opening: Opening
     x64: bool
 
     def fetch_step(self, step: int) -> tuple[int, Slots, Any]:
-        slots = self.plan.batch(self.epoch, step, ranks=self.layout.local)
+        slots = self.plan.batch(self.epoch, step, ranks=self.placement.local)
         with jax.enable_x64(self.x64), self._report_failure(step):
             ids = _copy_unwritable(_join_ranks(slots.ids))
             given = (ids,) if self.lengths is None else (ids, slots.length)
@@ -212,7 +214,7 @@ class _Rows:
                 data = jax.tree_util.tree_map_with_path(check, data)
                 found = self._describe(data, slots.length)
             # before the others are met: what fetch has returned may be filled anew at any time
-            batch = self.layout.place(Batch(data, ids.astype(id_dtype()), weights))
+            batch = self.placement.place(Batch(data, ids.astype(id_dtype()), weights))
             self.opening.check(found)
             return batch
 

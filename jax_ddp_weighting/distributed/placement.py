@@ -38,7 +38,7 @@ class RankPlacement:
 
     @classmethod
     def of(cls, mesh: Mesh, axis_name: AxisName, *, caller: str) -> "RankPlacement":
-        """The layout of a mesh; `caller` speaks in the error.
+        """The ranks of a mesh; `caller` speaks in the error.
 
         Raises:
             ValueError: the mesh lacks the axis.
@@ -54,19 +54,19 @@ class RankPlacement:
 
     @classmethod
     def here(cls, mesh: Mesh, axis_name: AxisName, *, caller: str) -> "RankPlacement":
-        """The layout of a mesh that has ranks on this process, for whoever is to bring rows.
+        """The ranks of a mesh that has ranks on this process, for whoever is to bring rows.
 
         Raises:
             ValueError: the mesh lacks the axis, or holds no device of this process.
         """
-        layout = cls.of(mesh, axis_name, caller=caller)
-        if not layout.local:
+        placement = cls.of(mesh, axis_name, caller=caller)
+        if not placement.local:
             raise ValueError(
                 f"{caller}: mesh must hold a device of this process, got processes "
-                f"{', '.join(map(str, layout.processes))} for process {jax.process_index()}. Make "
-                "it of jax.devices(), or call this on the processes that it holds."
+                f"{', '.join(map(str, placement.processes))} for process {jax.process_index()}. "
+                "Make it of jax.devices(), or call this on the processes that it holds."
             )
-        return layout
+        return placement
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -125,9 +125,9 @@ class RankPlacement:
         return [copy_aligned(each) for each in self._lend(rows)]
 
 
-def name_holders(processes: Sequence[int], layout: RankPlacement) -> str:
+def name_holders(processes: Sequence[int], placement: RankPlacement) -> str:
     """The ranks of processes, and the processes."""
-    ranks = [rank for process in processes for rank in layout.held[process]]
+    ranks = [rank for process in processes for rank in placement.held[process]]
     return f"{name_ranks(ranks)} ({name_ranks(processes, 'process')})"
 
 
