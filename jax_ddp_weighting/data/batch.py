@@ -85,10 +85,11 @@ class Batch:
                 f"Batch.of: ids must be integers, got {ids.dtype}. They say which example each row "
                 "is; other names of examples belong in data."
             )
-        if not (jnp.issubdtype(weights.dtype, jnp.number) or weights.dtype == bool):
+        real = jnp.issubdtype(weights.dtype, jnp.floating)
+        if not (real or jnp.issubdtype(weights.dtype, jnp.integer) or weights.dtype == bool):
             raise TypeError(
-                f"Batch.of: weights must be numbers, got {weights.dtype}. A row that is not to "
-                "count weighs 0."
+                f"Batch.of: weights must be real numbers, got {weights.dtype}. A row that is not "
+                "to count weighs 0."
             )
         if isinstance(weights, np.ndarray):
             remedy = "A row that is not to count weighs 0."

@@ -79,6 +79,7 @@ class DeviceEvaluation:
             first = () if params is None else (given,)
             sums = self.metric_fn(*first, batch)
             name_metrics(sums, caller=_CALLER)
+            sums = jax.tree.map(jnp.asarray, sums)  # Python's numbers, such as a length
             check_no_rows(self.metric_fn, first, batch, sums, caller=_CALLER)
             found = jax.lax.optimization_barrier((sums, count_accepted(batch.weights)))
             return carried, jax.lax.with_sharding_constraint(found, everywhere)
