@@ -47,12 +47,12 @@ def read_ids(argument: str, values: Any) -> np.ndarray:
         ValueError: numpy's, of rows of unequal length.
     """
     found = np.asarray(values)
-    if found.dtype.kind in STRINGS and found.ndim and isinstance(values, list | tuple):
-        if any(isinstance(each, int | float | np.number) for each in values):
-            raise TypeError(
-                f"{argument} must be all integers or all strings, got some of each. One kind names"
-                " an example."
-            )
+    spelled = found.dtype.kind in STRINGS and found.ndim and isinstance(values, list | tuple)
+    if spelled and any(isinstance(each, int | float | np.number) for each in values):
+        raise TypeError(
+            f"{argument} must be all integers or all strings, got some of each. One kind names an"
+            " example."
+        )
     return found
 
 

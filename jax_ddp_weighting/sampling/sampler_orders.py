@@ -1,6 +1,6 @@
 """Somebody else's sampler as an order: its ids of each epoch, dealt out to ranks by a plan."""
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -36,18 +36,18 @@ class SamplerOrder:
     def __call__(self, epoch: int) -> list[int]:
         """The ids of an epoch."""
         epoch = check_epoch("sampler_order: epoch", epoch)
-        sampler = self.sampler
+        sampler: Any = self.sampler
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         elif hasattr(sampler, "generator"):
             self._seed_generator(epoch)
-        most = max(len(sampler) if isinstance(sampler, Sized) else 0, _UNCOUNTED)
+        most = max(len(sampler) if hasattr(sampler, "__len__") else 0, _UNCOUNTED)
         ids = list(islice(sampler, most + 1))
         if len(ids) > most:
             raise ValueError(
-                f"sampler_order: sampler must come to the end of its epoch, got more than {most} ids"
-                f" of a {type(sampler).__name__}. One that never ends has no epochs: give one that"
-                " yields the ids of each, or has a len()."
+                f"sampler_order: sampler must come to the end of its epoch, got more than {most}"
+                f" ids of a {type(sampler).__name__}. One that never ends has no epochs: give one"
+                " that yields the ids of each, or has a len()."
             )
         return ids
 

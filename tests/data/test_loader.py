@@ -224,5 +224,5 @@ def test_an_array_that_numpy_cannot_read_is_named():
 
 
 def test_complex_weights_of_a_batch_are_refused():
-    with pytest.raises(TypeError, match="Batch.of: weights must be real numbers, got complex128"):
+    with pytest.raises(TypeError, match=r"Batch.of: weights must be real numbers, got complex128"):
         Batch.of(np.ones(2), np.array([1j, 1]))

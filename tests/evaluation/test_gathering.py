@@ -273,5 +273,5 @@ def test_a_mask_and_floats_are_no_ids_to_take(ids):
 
 
 def test_numbers_beside_strings_are_no_string_ids():
-    with pytest.raises(TypeError, match="gather_by_id: ids must be all integers or all strings"):
+    with pytest.raises(TypeError, match=r"gather_by_id: ids must be all integers or all strings"):
         gather_by_id(["a", 1], None, np.zeros(2))
