@@ -116,6 +116,11 @@ def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) ->
             "makes one."
         )
     size = 1
+    if not isinstance(axis_name, str | tuple | list):
+        raise TypeError(
+            f"{caller}: axis_name must be the name of an axis, or a tuple of names, got "
+            f"{axis_name!r}. The mesh has axes {tuple(mesh.axis_names)}."
+        )
     for name in _names(axis_name):
         if name not in mesh.shape:
             raise ValueError(

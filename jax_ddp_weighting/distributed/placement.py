@@ -210,6 +210,26 @@ def check_not_cut(values: np.ndarray, name: str, *, caller: str) -> None:
             )
 
 
+def check_not_lost(weights: np.ndarray, *, caller: str) -> None:
+    """Refuses weights on the host that a device would round to 0, which is padding's weight.
+
+    Raises:
+        ValueError: one is below float32's least while x64 is off.
+    """
+    if weights.dtype.kind != "f":
+        return
+    dtype = device_dtype(weights.dtype)
+    if dtype == weights.dtype:
+        return
+    with np.errstate(over="ignore", under="ignore"):
+        lost = (weights.astype(dtype) == 0) & (weights > 0)
+    if lost.any():
+        raise ValueError(
+            f"{caller}: weights must be above float32's least while x64 is off, or 0, got "
+            f"{weights[lost].flat[0]}. JAX would make it 0, and the row padding: scale them."
+        )
+
+
 def _are_numbers(values: np.ndarray) -> bool:
     return jnp.issubdtype(values.dtype, jnp.number) or values.dtype == bool
 

@@ -67,8 +67,8 @@ class Predictions:
             asked = asked.astype(self.ids.dtype)
         if asked.dtype.kind not in "iuUTO":
             raise TypeError(
-                f"Predictions.take: ids must be integers or strings, got {asked.dtype}. A mask is no"
-                " list of ids: take(ids[mask])."
+                f"Predictions.take: ids must be integers or strings, got {asked.dtype}. Of a mask"
+                " give the ids, take(ids[mask])."
             )
         wanted, inside = asked, np.ones(asked.shape, bool)
         if {asked.dtype.kind, self.ids.dtype.kind} == {"i", "u"}:  # numpy compares them as floats

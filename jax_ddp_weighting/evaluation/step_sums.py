@@ -112,7 +112,7 @@ class StepSums:
             at = f" at {place}" if place else ""
             raise ValueError(
                 f"{self._caller}: weight must be at least 0, got {weights[step][tuple(place)]}{at} "
-                f"for {name!r} in step {self.steps + step}. A row of a negative weight makes it so; "
+                f"for {name!r} in step {self.steps + step}. A row of negative weight makes it so; "
                 "and so do integer weights that pass 2**31 in one step: take smaller batches, or "
                 "float weights."
             )

@@ -23,7 +23,12 @@ from jax_ddp_weighting.weighting.gradient import (
     StepGradient,
     take_gradient,
 )
-from jax_ddp_weighting.weighting.loss_terms import describe, has_gradient, is_number
+from jax_ddp_weighting.weighting.loss_terms import (
+    check_factors,
+    describe,
+    has_gradient,
+    is_number,
+)
 from jax_ddp_weighting.weighting.microbatches import check_rows
 from jax_ddp_weighting.weighting.named_arguments import find_for_loss
 from jax_ddp_weighting.weighting.rank_gradient import GradientOptions
@@ -116,6 +121,7 @@ class StepOptions:
                 )
         argument, remedy = f"{self.caller}: microbatches", "1 takes each rank's rows whole."
         check_at_least(argument, self.microbatches, 1, remedy, kind="an integer, ")
+        check_factors(self.coefficients, caller=self.caller)
         if self.coefficients is not None and not any(map(has_gradient, self.coefficients.values())):
             raise ValueError(
                 f"{self.caller}: coefficients must have one that is not 0, got "
@@ -383,6 +389,8 @@ def check_call(batch: Any, rng: Any, options: StepOptions) -> None:
 
 def _check_batch(batch: Any, options: StepOptions) -> None:
     check_batch("train step: batch must be a Batch", batch, MAKE_OR_READ_BATCHES)
+    if batch.weights is None:
+        raise TypeError("train step: batch must have weights, got None. Batch.of(data) makes them.")
     # of the whole batch: the ranks would split what is no row without a word
     check_rows(batch, caller="train step")
     check_is_global(batch, options.mesh, caller="train step")

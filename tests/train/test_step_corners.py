@@ -130,3 +130,14 @@ def test_a_step_without_weight_leaves_what_the_model_keeps(in_windows):
     state, report = step(state, Batch.of(X, weights=np.zeros(4, np.int32)))
     assert report.skipped
     assert int(state.counts["steps"]) == 1
+
+
+def test_a_batch_without_weights_and_an_axis_that_is_no_name_are_named():
+    def loss_fn(params, batch):
+        return weighted_sum(params["w"] * batch.data, batch.weights)
+
+    step = make_train_step(loss_fn, data_mesh(1))
+    with pytest.raises(TypeError, match="train step: batch must have weights, got None"):
+        step(scalar_state(), Batch(X, np.arange(4), None))
+    with pytest.raises(TypeError, match=r"make_train_step: axis_name must be the name .* got 0"):
+        make_train_step(loss_fn, data_mesh(1), axis_name=0)
