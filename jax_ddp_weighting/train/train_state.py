@@ -265,7 +265,7 @@ def make_train_step(
         skip_empty=skip_empty,
         statistics=statistics,
     )
-    names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+    names = _read_names(mutable)
     gradient_of = global_step(
         _with_collections(loss_fn, options, names),
         options,
@@ -399,6 +399,30 @@ def _statistics_of_variables(options: StepOptions, names: tuple[str, ...]) -> St
         return call_statistics(statistics, first, batch, offered, names=words)
 
     return of_variables
+
+
+def _read_names(mutable: Any) -> tuple[str, ...]:
+    """The names of collections, if they can be such.
+
+    Raises:
+        TypeError: they are no names.
+        ValueError: one is that of a field that the step changes by itself, or comes twice.
+    """
+    if not isinstance(mutable, str | list | tuple | set | frozenset) or not all(
+        isinstance(name, str) for name in mutable
+    ):
+        raise TypeError(
+            f"make_train_step: mutable must be names of collections, got {mutable!r}. For instance"
+            ' ["batch_stats"].'
+        )
+    names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+    own = [name for name in names if name in ("params", "opt_state", "step", "tx", "apply_fn")]
+    if own or len(set(names)) < len(names):
+        raise ValueError(
+            "make_train_step: mutable must name each collection beside the parameters once, got"
+            f" {names}. Parameters and the optimizer's state are the step's own."
+        )
+    return names
 
 
 def _check_state(state: Any, names: tuple[str, ...]) -> None:
