@@ -210,6 +210,26 @@ def check_not_cut(values: np.ndarray, name: str, *, caller: str) -> None:
             )
 
 
+def check_tree_not_cut(tree: PyTree, name: str, *, caller: str) -> None:
+    """Refuses a tree that is on the host, all or in part, and holds numbers that would be cut.
+
+    Args:
+        tree: any pytree; what is on devices, or traced, is as it is.
+        name: what it is in errors: ``"params"``.
+        caller: who speaks in errors.
+
+    Raises:
+        ValueError: a value would be cut; names the leaf.
+    """
+    on_host = np.ndarray | np.generic | int
+    if not any(isinstance(leaf, on_host) for leaf in jax.tree.leaves(tree)):
+        return  # as on every step but the first
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, on_host):
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            check_not_cut(np.asarray(leaf), where, caller=caller)
+
+
 def check_not_lost(weights: np.ndarray, *, caller: str) -> None:
     """Refuses weights on the host that a device would round to 0, which is padding's weight.
 

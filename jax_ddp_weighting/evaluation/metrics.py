@@ -21,7 +21,7 @@ from jax_ddp_weighting.data.batch import (
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.coordination import WAIT_S, check_timeout
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.distributed.placement import RankPlacement
+from jax_ddp_weighting.distributed.placement import RankPlacement, check_tree_not_cut
 from jax_ddp_weighting.distributed.waiting import Waiting
 from jax_ddp_weighting.evaluation.step_sums import (
     Evaluation,
@@ -129,6 +129,7 @@ def evaluate(
     )
     waiting.meet()
     everywhere = meshes.replicated_sharding(mesh)
+    check_tree_not_cut(params, "params", caller="evaluate")
     first = () if params is None else (meshes.place(params, everywhere),)
     # jit keeps what it compiled by the function itself, so a second `evaluate` compiles nothing
     compiled = jax.jit(_find_counting(metric_fn), out_shardings=everywhere)

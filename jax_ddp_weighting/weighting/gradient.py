@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch, check_batch_values
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.distributed.placement import check_not_cut
+from jax_ddp_weighting.distributed.placement import check_not_cut, check_tree_not_cut
 from jax_ddp_weighting.weighting.counts import Sum, to_divisor, to_report
 from jax_ddp_weighting.weighting.denominators import (
     Denominators,
@@ -389,11 +388,9 @@ def _check_on_host(batch: PyTree, replicated: PyTree) -> None:
     """Refuses what JAX would cut on its way to a device, where it was not placed before."""
     if isinstance(batch, Batch):
         check_batch_values(batch, check_not_cut, caller="value_and_grad")
-    for name, tree in (("batch", batch), ("replicated", replicated)):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if isinstance(leaf, np.ndarray):
-                where = f"{name}{jax.tree_util.keystr(path)}"
-                check_not_cut(leaf, where, caller="value_and_grad")
+    else:
+        check_tree_not_cut(batch, "batch", caller="value_and_grad")
+    check_tree_not_cut(replicated, "replicated", caller="value_and_grad")
 
 
 def _gather_first(
