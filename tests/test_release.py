@@ -95,6 +95,14 @@ def test_the_workflows_run_what_everybody_runs():
     assert release["jobs"][asked]["needs"] == "test"
 
 
+def test_what_the_workflows_fetch_cannot_change_unseen():
+    texts = [path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    used = re.findall(r"uses: (?!\./)(\S+)@(\S+)", "\n".join(texts))
+    moving = {action for action, at in used if not re.fullmatch("[0-9a-f]{40}", at)}
+    assert len(used) == 10
+    assert moving == {"pypa/gh-action-pypi-publish"}
+
+
 def test_every_make_target_that_ci_and_the_workflows_name_is_there():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     texts = [(ROOT / ".ci" / "run").read_text()]

@@ -6,6 +6,7 @@ factor of its own gradient in the gradient that was applied; the same layout.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -270,7 +271,8 @@ _GLOBAL = {
 _POWERS = (*_GLOBAL, (1, 1), (-1, -1), (1, -1), (-1, 1))
 
 
-def candidates(ranks: int, microbatches: int) -> list[Match]:
+@lru_cache
+def candidates(ranks: int, microbatches: int) -> tuple[Match, ...]:
     """Every scheme times every factor that has a reason, the plainest first.
 
     Schemes as they are, and the named multiples of the global mean, come before other factors.
@@ -283,7 +285,7 @@ def candidates(ranks: int, microbatches: int) -> list[Match]:
             plain = factor == 1 or (scheme is RIGHT and powers in _GLOBAL)
             plain |= scheme.convention == "sum" and powers == (-1, 0)  # summed, then averaged
             found.append(Match(name, factor, scheme, _explain_factor(powers), plain, powers))
-    return sorted(found, key=lambda each: not each.plain)
+    return tuple(sorted(found, key=lambda each: not each.plain))
 
 
 def find_factor(powers: tuple[int, int], ranks: int, microbatches: int) -> float:
@@ -365,17 +367,35 @@ Seen = tuple[np.ndarray, np.ndarray]
 
 def matches(seen: Sequence[Seen], *, rtol: float) -> list[Match]:
     """The candidates that agree with everything seen, the plainest first."""
+    return [each for each, off in measure_candidates(seen) if off <= rtol]
+
+
+def measure_candidates(seen: Sequence[Seen]) -> list[tuple[Match, float]]:
+    """Each candidate and its largest deviation from anything seen, the plainest first."""
     ranks, microbatches, _ = seen[0][0].shape
-    # a scheme is asked once for all of its factors
-    own = {id(each): [each.counted(weights) for weights, _ in seen] for each in SCHEMES}
-    return [
-        each
-        for each in candidates(ranks, microbatches)
-        if all(
-            deviation(counted, each.factor * expected) <= rtol
-            for (_, counted), expected in zip(seen, own[id(each.scheme)], strict=True)
-        )
-    ]
+    found = candidates(ranks, microbatches)
+    rows = [_ROWS[id(each.scheme)] for each in found]
+    factors = np.array([each.factor for each in found])
+    largest = np.zeros(len(found))
+    for weights, counted in seen:
+        expected = _count_by_schemes(weights.shape, weights.astype(float).tobytes())[rows]
+        expected = factors[:, None] * expected
+        gaps = np.abs(counted.reshape(-1) - expected).max(axis=1)
+        sizes = np.abs(expected).max(axis=1)
+        nothing = np.where(gaps == 0, 0.0, np.inf)
+        off = np.divide(gaps, sizes, out=nothing, where=sizes > 0)
+        largest = np.maximum(largest, off)
+    return list(zip(found, largest.tolist(), strict=True))
+
+
+_ROWS = {id(scheme): row for row, scheme in enumerate(SCHEMES)}
+
+
+@lru_cache(maxsize=256)  # the same few probes are asked of everything
+def _count_by_schemes(shape: tuple[int, ...], weights: bytes) -> np.ndarray:
+    """What each scheme counts under these float64 weights, `[schemes, tokens of all ranks]`."""
+    laid_out = np.frombuffer(weights).reshape(shape)
+    return np.stack([scheme.counted(laid_out).reshape(-1) for scheme in SCHEMES])
 
 
 def deviation(counted: np.ndarray, expected: np.ndarray) -> float:

@@ -12,10 +12,10 @@ from jax_ddp_weighting.testing.conventions import (
     RIGHT,
     Match,
     Seen,
-    candidates,
     deviation,
     find_synonyms,
     matches,
+    measure_candidates,
     probes,
     round_up,
     turn_into_masks,
@@ -358,15 +358,8 @@ def _find_factor(finite: Mapping[str, Seen], rtol: float) -> float | None:
 
 
 def _find_nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
-    ranks, microbatches, _ = next(iter(finite.values()))[0].shape
-    scored = [
-        (
-            max(deviation(counted, each.counted(weights)) for weights, counted in finite.values()),
-            each,
-        )
-        for each in candidates(ranks, microbatches)
-        if each.convention != "unknown"
-    ]
+    measured = measure_candidates(list(finite.values()))
+    scored = [(off, each) for each, off in measured if each.convention != "unknown"]
     return min(scored, key=lambda pair: pair[0])
 
 

@@ -5,6 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from reductions import CASES, KNOWN
+from scipy.spatial.distance import cdist
 
 from jax_ddp_weighting.testing.conventions import WEIGHTS, candidates, probes
 
@@ -32,9 +33,11 @@ def test_candidates_of_different_names_are_equal_or_far_apart(ranks, microbatche
         ]
     )
     seen = seen.reshape(len(found), len(laid_out), -1)
-    sizes = np.abs(seen).max(axis=-1)[None]
-    gaps = np.abs(seen[:, None] - seen[None]).max(axis=-1) / np.where(sizes, sizes, 1.0)
-    gaps = gaps.max(axis=-1)
+    gaps = np.zeros((len(found), len(found)))
+    for probe in seen.swapaxes(0, 1):
+        sizes = np.abs(probe).max(axis=-1)
+        apart = cdist(probe, probe, "chebyshev") / np.where(sizes, sizes, 1.0)
+        gaps = np.maximum(gaps, apart)
     names = np.array([each.convention for each in found])
     gaps = gaps[names[:, None] != names[None]]
     # masks of few tokens on many ranks part some of them by a little less
