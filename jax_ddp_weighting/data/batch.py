@@ -16,7 +16,7 @@ from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.placement import (
     check_device_values,
     check_not_cut,
-    device_dtype,
+    check_not_lost,
     device_ids,
 )
 
@@ -85,10 +85,11 @@ class Batch:
                 f"Batch.of: ids must be integers, got {ids.dtype}. They say which example each row "
                 "is; other names of examples belong in data."
             )
-        if not (jnp.issubdtype(weights.dtype, jnp.number) or weights.dtype == bool):
+        real = jnp.issubdtype(weights.dtype, jnp.floating)
+        if not (real or jnp.issubdtype(weights.dtype, jnp.integer) or weights.dtype == bool):
             raise TypeError(
-                f"Batch.of: weights must be numbers, got {weights.dtype}. A row that is not to "
-                "count weighs 0."
+                f"Batch.of: weights must be real numbers, got {weights.dtype}. A row that is not "
+                "to count weighs 0."
             )
         if isinstance(weights, np.ndarray):
             remedy = "A row that is not to count weighs 0."
@@ -198,15 +199,8 @@ def check_batch_values(
             if not isinstance(leaf, jax.Array):  # what is on a device is as it is
                 where = f"{name}{jax.tree_util.keystr(path)}"
                 check(np.asarray(leaf), where, caller=caller)
-    if isinstance(batch.weights, np.ndarray) and batch.weights.dtype.kind == "f":
-        with np.errstate(under="ignore"):
-            lost = batch.weights.astype(device_dtype(batch.weights.dtype)) == 0
-        lost &= batch.weights > 0
-        if lost.any():
-            raise ValueError(
-                f"{caller}: weights must be above float32's least while x64 is off, or 0, got "
-                f"{batch.weights[lost][0]}. JAX would make it 0, and the row padding: scale them."
-            )
+    if isinstance(batch.weights, np.ndarray):
+        check_not_lost(batch.weights, caller=caller)
 
 
 def check_is_global(batch: Batch, mesh: Mesh | AbstractMesh, *, caller: str) -> None:

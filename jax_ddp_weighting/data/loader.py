@@ -129,6 +129,11 @@ def batches(
     timeout_s = coordination.check_timeout("batches: timeout_s", timeout_s)
     _check_ids_fit(plan)
     _warn_of_one_draw(plan, epoch)
+    if not callable(fetch):
+        raise TypeError(
+            f"batches: fetch must be a function of ids, got {type(fetch).__name__}. Write lambda "
+            "ids: rows[ids], or rows.__getitem__."
+        )
     lengths = None if isinstance(plan, EpochPlan) else RowLengths("batches")
     if lengths is not None:
         _check_takes_length(fetch, plan)
@@ -272,11 +277,16 @@ def _check_takes_length(fetch: Fetch, plan: Plan) -> None:
 
 
 def _check_rows(path: Any, leaf: Any, *, number: int) -> np.ndarray:
-    leaf, name = np.asarray(leaf), f"data{jax.tree_util.keystr(path)}"
+    name = f"data{jax.tree_util.keystr(path)}"
+    try:
+        leaf = np.asarray(leaf)
+    except Exception as error:  # a tensor on another device, or of a dtype that numpy has not
+        error.add_note(f"batches: fetch must return arrays, got {type(leaf).__name__} at {name}.")
+        raise
     if leaf.shape[:1] != (number,):
         raise ValueError(
             f"batches: fetch must return one row per id, got shape {leaf.shape} at {name} for "
-            f"{number} ids. Index every array with ids."
+            f"{number} ids. Index every array with ids; of a list of rows make one array."
         )
     check_device_values(leaf, name, caller="batches")
     return leaf

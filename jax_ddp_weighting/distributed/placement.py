@@ -210,6 +210,46 @@ def check_not_cut(values: np.ndarray, name: str, *, caller: str) -> None:
             )
 
 
+def check_tree_not_cut(tree: PyTree, name: str, *, caller: str) -> None:
+    """Refuses a tree that is on the host, all or in part, and holds numbers that would be cut.
+
+    Args:
+        tree: any pytree; what is on devices, or traced, is as it is.
+        name: what it is in errors: ``"params"``.
+        caller: who speaks in errors.
+
+    Raises:
+        ValueError: a value would be cut; names the leaf.
+    """
+    on_host = np.ndarray | np.generic | int
+    if not any(isinstance(leaf, on_host) for leaf in jax.tree.leaves(tree)):
+        return  # as on every step but the first
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, on_host):
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            check_not_cut(np.asarray(leaf), where, caller=caller)
+
+
+def check_not_lost(weights: np.ndarray, *, caller: str) -> None:
+    """Refuses weights on the host that a device would round to 0, which is padding's weight.
+
+    Raises:
+        ValueError: one is below float32's least while x64 is off.
+    """
+    if weights.dtype.kind != "f":
+        return
+    dtype = device_dtype(weights.dtype)
+    if dtype == weights.dtype:
+        return
+    with np.errstate(over="ignore", under="ignore"):
+        lost = (weights.astype(dtype) == 0) & (weights > 0)
+    if lost.any():
+        raise ValueError(
+            f"{caller}: weights must be above float32's least while x64 is off, or 0, got "
+            f"{weights[lost].flat[0]}. JAX would make it 0, and the row padding: scale them."
+        )
+
+
 def _are_numbers(values: np.ndarray) -> bool:
     return jnp.issubdtype(values.dtype, jnp.number) or values.dtype == bool
 

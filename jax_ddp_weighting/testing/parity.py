@@ -396,11 +396,11 @@ def _write_message(report: ParityReport, microbatches: int) -> str:
     return (
         f"{len(wrong)} of {len(report.differences)} gradient leaves differ at rtol="
         f"{worst.rtol:g}; worst {worst.leaf} {worst.shape}: {ratio} on {where}. "
-        f"{_explain(worst, ranks, microbatches)}\n{describe(wrong)}"
+        f"{_explain(worst, wrong, microbatches)}\n{describe(wrong)}"
     )
 
 
-def _explain(worst: LeafDifference, ranks: int, microbatches: int) -> str:
+def _explain(worst: LeafDifference, wrong: Sequence[LeafDifference], microbatches: int) -> str:
     if worst.rounded_by:
         allowed = "1e-5" if worst.rounded_by == "float32" else f"{round_up(worst.difference):g}"
         return (
@@ -413,22 +413,38 @@ def _explain(worst: LeafDifference, ranks: int, microbatches: int) -> str:
             "Rows count by other weights than their own: look for a mean taken on one rank or "
             "microbatch before the sums met, or ask diagnose for its name."
         )
-    for factor, meaning in (
-        (ranks, "equal to the number of ranks means the gradient was summed twice"),
-        (1 / ranks, "of one over the number of ranks means it was averaged after being divided"),
+    for by_ranks, by_microbatches, meaning in (
+        (1, 0, "equal to the number of ranks means the gradient was summed twice"),
+        (-1, 0, "of one over the number of ranks means it was averaged after being divided"),
         (
-            microbatches,
+            *(0, 1),
             "equal to the number of microbatches means that they were added where the loss had "
             "been scaled for a mean",
         ),
         (
-            1 / microbatches,
+            *(0, -1),
             "of one over the number of microbatches means that they were averaged after being "
             "divided",
         ),
-        (ranks * microbatches, "equal to ranks times microbatches means that nothing was averaged"),
-        (1 / (ranks * microbatches), "of one over ranks times microbatches means two averages"),
+        (1, 1, "equal to ranks times microbatches means that nothing was averaged"),
+        (-1, -1, "of one over ranks times microbatches means two averages"),
     ):
-        if factor != 1 and np.isclose(worst.ratio, factor, rtol=1e-3):
+
+        def fits(
+            each: LeafDifference, powers: tuple[int, int] = (by_ranks, by_microbatches)
+        ) -> bool:
+            factor = float(len(each.split)) ** powers[0] * float(microbatches) ** powers[1]
+            near = max(1e-3, each.rtol)
+            if factor == 1 or each.ratio is None:
+                return False
+            return bool(np.isclose(each.ratio, factor, near))
+
+        # of a cause all splits show its own factor: one that fits the worst alone is by chance
+        if fits(worst) and all(map(fits, wrong)):
             return f"A ratio {meaning}."
+    if len({round(each.ratio, 2) for each in wrong if each.ratio is not None}) > 1:
+        return (
+            "A ratio that changes with the split means that a mean was taken before the sums met, "
+            "as of each rank's rows inside loss_fn; check_additive tells."
+        )
     return "A constant ratio means that the denominator is wrong and the rows' weights are right."

@@ -16,6 +16,7 @@ from jax_ddp_weighting.data.device_plan import DevicePlan
 from jax_ddp_weighting.data.device_rows import check_plan_of_mesh, check_rows_of_plan, take_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.distributed.placement import check_tree_not_cut
 from jax_ddp_weighting.sampling.plan import EpochPlan
 from jax_ddp_weighting.train.compilation import CompiledStep
 from jax_ddp_weighting.train.step import check_key
@@ -193,6 +194,7 @@ class EpochProgram:
         else:
             self._check_on_device(on_device)
             on_device = meshes.place(on_device, self._everywhere)
+        check_tree_not_cut(replicated, "replicated", caller="train epoch")
         rng, replicated, extra = meshes.place((rng, replicated, extra), self._everywhere)
         return data, on_device, turns, rng, extra, replicated
 

@@ -153,6 +153,7 @@ def make_nnx_train_step(
     Raises:
         ValueError: as `make_train_step`; or a variable was added or removed, or a random stream
             drawn from where keys are per example.
+            The step: the optimizer is one of another model, or trains none of its parameters.
         TypeError: the step is given something else than a model, an `nnx.Optimizer`, a `Batch` and
             a key; or a `DynamicScale` in one of them, which `make_train_step` alone knows.
 
@@ -236,6 +237,7 @@ def compile_nnx_step(loss_fn: LossFn, options: StepOptions) -> CompiledStep:
     def check(carried: Any, batch: Batch, rng: Any, extra: dict[str, Any], _: PyTree) -> None:
         *model, optimizer = carried
         _check_without_scale(nnx.merge(*model, copy=True), optimizer)
+        _check_trains(model[1], optimizer)
         check_call(batch, rng, options)
         check_optimizer(optimizer.tx, optimizer.opt_state, extra)
 
@@ -310,6 +312,30 @@ def _check_without_scale(model: Any, optimizer: Any) -> None:
                     "for nnx take value_and_grad with the scale as a traced coefficient, and "
                     "divide the gradients by it in float32."
                 )
+
+
+def _check_trains(params: PyTree, optimizer: Any) -> None:
+    """Raises `ValueError` for an optimizer that was made for other parameters, or that has none."""
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"train step: optimizer must train parameters of the model, got wrt={optimizer.wrt!r}, "
+            "which none of its variables is. nnx.Optimizer(model, tx, wrt=nnx.Param) trains all."
+        )
+    known = set(_name_leaves(params))
+    states = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda node: isinstance(node, nnx.State))
+    for state in states:
+        named = _name_leaves(state) if isinstance(state, nnx.State) else []
+        strange = [name for name in named if name not in known]
+        if strange:
+            raise ValueError(
+                "train step: optimizer must be made for this model, got one whose state is of "
+                f"{strange[0]}, which the model has not. Make it of the model that it is to train, "
+                "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            )
+
+
+def _name_leaves(tree: PyTree) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _check_pair(model: Any, optimizer: Any) -> None:

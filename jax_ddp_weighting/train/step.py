@@ -200,6 +200,8 @@ def check_call(batch: Any, rng: Any, options: StepOptions) -> None:
 
 def _check_batch(batch: Any, options: StepOptions) -> None:
     check_batch("train step: batch must be a Batch", batch, MAKE_OR_READ_BATCHES)
+    if batch.weights is None:
+        raise TypeError("train step: batch must have weights, got None. Batch.of(data) makes them.")
     # of the whole batch: the ranks would split what is no row without a word
     check_rows(batch, caller="train step")
     check_is_global(batch, options.mesh, caller="train step")

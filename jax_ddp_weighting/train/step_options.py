@@ -16,7 +16,7 @@ from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.train.batch_layout import BatchLayout, BatchSpec, find_axis_name
 from jax_ddp_weighting.weighting.divisors import Divisors, check_divisors
-from jax_ddp_weighting.weighting.loss_terms import describe, has_gradient, is_number
+from jax_ddp_weighting.weighting.loss_terms import check_factors, describe, has_gradient, is_number
 from jax_ddp_weighting.weighting.named_arguments import find_for_loss
 from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics
 
@@ -73,6 +73,7 @@ class StepOptions:
                 )
         argument, remedy = f"{self.caller}: microbatches", "1 takes each rank's rows whole."
         check_at_least(argument, self.microbatches, 1, remedy, kind="an integer, ")
+        check_factors(self.coefficients, caller=self.caller)
         if self.coefficients is not None and not any(map(has_gradient, self.coefficients.values())):
             raise ValueError(
                 f"{self.caller}: coefficients must have one that is not 0, got "

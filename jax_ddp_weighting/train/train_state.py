@@ -272,7 +272,7 @@ def compile_state_step(
     loss_fn: LossFn, mutable: str | Sequence[str], options: StepOptions
 ) -> CompiledStep:
     """The step of a flax `TrainState`, for makers whose options are checked."""
-    names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+    names = _read_names(mutable, caller=options.caller)
     step = step_state(global_step(loss_fn, _Variables(names, options), options), options, names)
 
     def check(state: Any, batch: Batch, rng: Any, extra: dict[str, Any], _: PyTree) -> None:
@@ -386,6 +386,30 @@ class _Variables:
 
     def check_unused(self, first: Any, state: PyTree) -> None:
         """Nothing is ever used up: what the statistics are given is a pytree of arrays."""
+
+
+def _read_names(mutable: Any, *, caller: str) -> tuple[str, ...]:
+    """The names of collections, if they can be such.
+
+    Raises:
+        TypeError: they are no names.
+        ValueError: one is that of a field that the step changes by itself, or comes twice.
+    """
+    if not isinstance(mutable, str | list | tuple | set | frozenset) or not all(
+        isinstance(name, str) for name in mutable
+    ):
+        raise TypeError(
+            f"{caller}: mutable must be names of collections, got {mutable!r}. For instance"
+            ' ["batch_stats"].'
+        )
+    names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+    own = [name for name in names if name in ("params", "opt_state", "step", "tx", "apply_fn")]
+    if own or len(set(names)) < len(names):
+        raise ValueError(
+            f"{caller}: mutable must name each collection beside the parameters once, got"
+            f" {names}. Parameters and the optimizer's state are the step's own."
+        )
+    return names
 
 
 def _check_state(state: Any, names: tuple[str, ...]) -> None:
