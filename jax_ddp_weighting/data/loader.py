@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_at_least, check_epoch, check_up_to
 from jax_ddp_weighting._version import __version__
-from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.batch import Batch, check_is_leaf
 from jax_ddp_weighting.data.opening import Opening
 from jax_ddp_weighting.data.read_ahead import read_ahead
 from jax_ddp_weighting.data.row_format import RowFormat, describe_rows
@@ -278,6 +278,7 @@ def _check_takes_length(fetch: Fetch, plan: Plan) -> None:
 
 def _check_rows(path: Any, leaf: Any, *, number: int) -> np.ndarray:
     name = f"data{jax.tree_util.keystr(path)}"
+    check_is_leaf(leaf, name, caller="batches")
     try:
         leaf = np.asarray(leaf)
     except Exception as error:  # a tensor on another device, or of a dtype that numpy has not

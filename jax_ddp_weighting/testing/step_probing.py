@@ -143,6 +143,11 @@ def diagnose_step(
             f"diagnose_step: batch must have one weight for each row, got shape {weights.shape}. "
             "What several examples in a row weigh is the weight of loss_of_example's WeightedSum."
         )
+    if not weights.any():
+        raise ValueError(
+            f"diagnose_step: batch must have rows of weight above 0, got none of {len(weights)}. A"
+            " step without weight shows nothing."
+        )
     rank, num_ranks = _assign_rows("ranks", ranks, np.zeros(len(weights), int))
     micro, num_micro = _assign_rows("microbatches", microbatches, rank)
     batches = _split_calls(batch, micro, num_micro, calls)

@@ -225,13 +225,13 @@ def weighted_sum(
         >>> [round(share, 2) for share in weighted_sum(is_class, axis=0).mean().tolist()]
         [0.67, 0.0, 0.33]
     """
-    losses = _read(losses, "losses", caller="weighted_sum")
+    _check_on_host(losses, "losses", caller="weighted_sum")
+    losses = jnp.asarray(losses)
     axes = _check_axis(axis, losses)
     if weights is None:
         return _count_all(losses, axes)
-    if isinstance(weights, np.ndarray):
-        check_not_lost(weights, caller="weighted_sum")
-    weights = lax.stop_gradient(_read(weights, "weights", caller="weighted_sum"))
+    _check_on_host(weights, "weights", caller="weighted_sum")
+    weights = lax.stop_gradient(jnp.asarray(weights))
     if jnp.issubdtype(weights.dtype, jnp.complexfloating):
         raise TypeError(
             f"weighted_sum: weights must be real numbers, got {weights.dtype}. They say how much "
@@ -259,11 +259,12 @@ def weighted_sum(
     return WeightedSum(jnp.sum(kept * weights, axis=axes), to_weight(weight, bad, wide))
 
 
-def _read(values: Any, name: str, *, caller: str) -> Array:
-    """An array of JAX's, of which nothing was cut."""
+def _check_on_host(values: Any, name: str, *, caller: str) -> None:
+    """Refuses numbers of numpy's that JAX would cut, or weights that it would make 0."""
     if isinstance(values, np.ndarray | np.generic):
         check_not_cut(np.asarray(values), name, caller=caller)
-    return jnp.asarray(values)
+        if name == "weights":
+            check_not_lost(np.asarray(values), caller=caller)
 
 
 def _count_all(losses: Array, axes: tuple[int, ...]) -> WeightedSum:
@@ -320,7 +321,8 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
         >>> labels.tolist(), weights.tolist()
         ([3, 0, 1], [1, 0, 1])
     """
-    labels = _read(labels, "labels", caller="valid_labels")
+    _check_on_host(labels, "labels", caller="valid_labels")
+    labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"valid_labels: labels must be integers, got {labels.dtype}. One-hot or soft labels "

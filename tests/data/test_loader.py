@@ -1,6 +1,9 @@
 """Batches on the mesh: the plan's rows, each on its rank's device, errors at their own step."""
 
+import dataclasses
 import threading
+from collections import UserDict
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -226,3 +229,18 @@ def test_an_array_that_numpy_cannot_read_is_named():
 def test_complex_weights_of_a_batch_are_refused():
     with pytest.raises(TypeError, match=r"Batch.of: weights must be real numbers, got complex128"):
         Batch.of(np.ones(2), np.array([1j, 1]))
+
+
+@dataclasses.dataclass
+class Rows:
+    x: np.ndarray
+
+
+@pytest.mark.parametrize("wrap", [UserDict, MappingProxyType, lambda rows: Rows(**rows)])
+def test_containers_that_jax_does_not_look_into_are_named(wrap):
+    rows = wrap({"x": np.ones(4)})
+    match = rf"data must be arrays, or a pytree of them, got {type(rows).__name__}, into which JAX"
+    with pytest.raises(TypeError, match=f"^Batch.of: {match}"):
+        Batch.of(rows)
+    with pytest.raises(TypeError, match=f"^batches: {match}"):
+        next(batches(EpochPlan(12, 3, 4), 0, lambda ids: wrap({"x": ids}), data_mesh(3)))

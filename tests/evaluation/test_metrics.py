@@ -361,5 +361,5 @@ def test_one_batch_is_no_iterable_of_batches():
 
 def test_a_negative_weight_is_named_beside_those_that_wrap_round():
     batch = Batch.of(np.float32([1, 2]), jnp.array([1, -1]))
-    with pytest.raises(ValueError, match=r"weight must be at least 0.*A row of a negative weight"):
+    with pytest.raises(ValueError, match=r"weight must be at least 0.*A row of negative weight"):
         evaluate(lambda batch: weighted_sum(batch.data, batch.weights), [batch], data_mesh(2))
