@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# Images of containers set it, and a hundred processes of the tests import the library.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-faults test-torch test-peers test-browser test-package test-oldest mutate notebooks docs serve bench gallery hooks lint types format clean
 
 demo: $(VENV)/.installed-examples

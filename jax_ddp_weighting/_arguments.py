@@ -106,6 +106,29 @@ def check_weights(
     )
 
 
+def read_numbers(
+    argument: str, values: Any, remedy: str = "Give one for each example."
+) -> np.ndarray:
+    """An array of real numbers; those of a dtype that numpy does not know, as bfloat16, in float32.
+
+    Raises:
+        TypeError: they are no such numbers, or no array can be made of them.
+    """
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError) as error:  # rows of unequal length; torch's bfloat16
+        raise TypeError(f"{argument} must be an array of numbers, but {error}. {remedy}") from None
+    if found.dtype.kind == "O" and not found.ndim:  # numpy wraps whatever it cannot read
+        raise TypeError(
+            f"{argument} must be an array of numbers, got a {type(values).__name__}. {remedy}"
+        )
+    if found.dtype.kind == "V" and found.dtype.names is None and found.dtype.type is not np.void:
+        found = found.astype(np.float32)
+    if found.size and found.dtype.kind not in "iufb":
+        raise TypeError(f"{argument} must be numbers, got {found.dtype}. {remedy}")
+    return found
+
+
 def list_some(ids: Sequence[object] | np.ndarray, count: int | None = None) -> str:
     """At most ten ids for an error, and how many more there are of `count`."""
     count = len(ids) if count is None else count

@@ -94,12 +94,11 @@ def _read_ids(path: Path, column: str | None) -> _Slots:
     return read
 
 
-def read_weights(path: Path, *, column: str | None = None) -> Float64[np.ndarray, " slots"]:
-    """The weights of one rank's slots, from the kinds of file that `read_ids` reads.
+def read_weights(path: Path) -> Float64[np.ndarray, " slots"]:
+    """Weights from a file of text or an array.
 
     Args:
         path: the file.
-        column: the name under which JSON lines keep the weights.
 
     Returns:
         float64 weights of shape ``[slots]``.
@@ -109,7 +108,7 @@ def read_weights(path: Path, *, column: str | None = None) -> Float64[np.ndarray
         ValueError: the file holds something else, or a weight is negative, infinite or NaN; the
             message names file, line or row, and value.
     """
-    return _read_weights(path, column).values
+    return _read_weights(path, None).values
 
 
 def _read_weights(path: Path, column: str | None) -> _Slots:

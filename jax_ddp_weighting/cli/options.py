@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from jax_ddp_weighting.sampling.plan import EpochPlan, Order
+from jax_ddp_weighting.sampling.epoch_order import Order
+from jax_ddp_weighting.sampling.plan import EpochPlan
 from jax_ddp_weighting.sampling.plan_options import Tail
 
 NAME = "jax-ddp-weighting"

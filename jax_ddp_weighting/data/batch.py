@@ -1,7 +1,7 @@
 """Rows with their identities and their weights: what a loss function is given."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.placement import (
     check_device_values,
     check_not_cut,
-    device_dtype,
+    check_not_lost,
     device_ids,
 )
 
@@ -55,7 +55,8 @@ class Batch:
             A `Batch` of the arrays as they are, on the host or on devices.
 
         Raises:
-            TypeError: ids are no integers, or weights no numbers.
+            TypeError: ids are no integers, or weights no numbers; or data hold a mapping or a
+                dataclass that is no pytree.
             ValueError: the leaves have different numbers of rows, a weight on the host is
                 negative or NaN, or a device would cut data or weights, such as integers of more
                 than 32 bits while x64 is off. (What is on a device is not read back.)
@@ -65,6 +66,8 @@ class Batch:
             >>> batch.ids.tolist(), batch.weights.tolist()
             ([0, 1, 2], [1, 1, 0])
         """
+        for path, leaf in jax.tree_util.tree_leaves_with_path(data):
+            check_is_leaf(leaf, f"data{jax.tree_util.keystr(path)}", caller="Batch.of")
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
         if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
             raise ValueError(
@@ -85,10 +88,11 @@ class Batch:
                 f"Batch.of: ids must be integers, got {ids.dtype}. They say which example each row "
                 "is; other names of examples belong in data."
             )
-        if not (jnp.issubdtype(weights.dtype, jnp.number) or weights.dtype == bool):
+        real = jnp.issubdtype(weights.dtype, jnp.floating)
+        if not (real or jnp.issubdtype(weights.dtype, jnp.integer) or weights.dtype == bool):
             raise TypeError(
-                f"Batch.of: weights must be numbers, got {weights.dtype}. A row that is not to "
-                "count weighs 0."
+                f"Batch.of: weights must be real numbers, got {weights.dtype}. A row that is not "
+                "to count weighs 0."
             )
         if isinstance(weights, np.ndarray):
             remedy = "A row that is not to count weighs 0."
@@ -124,6 +128,22 @@ class Batch:
         check_at_least("Batch.padded: multiple", multiple, 1, "1 adds no rows.", kind="")
         rows = self.weights.shape[0]
         return pad_rows(self, rows + -rows % multiple)
+
+
+def check_is_leaf(leaf: Any, name: str, *, caller: str) -> None:
+    """Refuses a container that JAX does not look into, such as the dict of a tokenizer.
+
+    numpy would make one element of it, or its keys, and so rows that nobody has.
+
+    Raises:
+        TypeError: it is a mapping or a dataclass that is no pytree.
+    """
+    if isinstance(leaf, Mapping) or is_dataclass(leaf):
+        remedy = "dict(rows)" if isinstance(leaf, Mapping) else "a dict of its fields"
+        raise TypeError(
+            f"{caller}: {name} must be arrays, or a pytree of them, got {type(leaf).__name__}, "
+            f"into which JAX does not look. Give {remedy}."
+        )
 
 
 def pad_rows(batch: Batch, rows: int) -> Batch:
@@ -198,15 +218,8 @@ def check_batch_values(
             if not isinstance(leaf, jax.Array):  # what is on a device is as it is
                 where = f"{name}{jax.tree_util.keystr(path)}"
                 check(np.asarray(leaf), where, caller=caller)
-    if isinstance(batch.weights, np.ndarray) and batch.weights.dtype.kind == "f":
-        with np.errstate(under="ignore"):
-            lost = batch.weights.astype(device_dtype(batch.weights.dtype)) == 0
-        lost &= batch.weights > 0
-        if lost.any():
-            raise ValueError(
-                f"{caller}: weights must be above float32's least while x64 is off, or 0, got "
-                f"{batch.weights[lost][0]}. JAX would make it 0, and the row padding: scale them."
-            )
+    if isinstance(batch.weights, np.ndarray):
+        check_not_lost(batch.weights, caller=caller)
 
 
 def check_is_global(batch: Batch, mesh: Mesh | AbstractMesh, *, caller: str) -> None:

@@ -24,7 +24,8 @@ from jax_ddp_weighting.sampling.order import (
     torch_order,
 )
 from jax_ddp_weighting.sampling.packing import PackedPlan
-from jax_ddp_weighting.sampling.plan import EpochPlan, Slots, check_plan
+from jax_ddp_weighting.sampling.plan import EpochPlan, check_plan
+from jax_ddp_weighting.sampling.slots import Slots
 
 _NARROW = 2**31  # examples whose ids fit int32
 

@@ -20,11 +20,12 @@ def check_plan_of_mesh(plan: Any, mesh: Mesh, axis_name: AxisName, *, caller: st
     """Refuses a plan of which no program can be made for the mesh.
 
     Raises:
-        TypeError: the plan is no `EpochPlan`, or the mesh none.
+        TypeError: the plan is no `EpochPlan`, or the mesh none of devices.
         ValueError: it has another number of ranks than the mesh's data axis, or no steps.
     """
     check_plan(f"{caller}: plan", plan)
     ranks = meshes.num_ranks(mesh, axis_name, caller=caller)
+    meshes.check_has_devices(mesh, caller=caller)
     if plan.num_replicas != ranks:
         raise ValueError(
             f"{caller}: plan must have as many ranks as the mesh's {axis_name!r} axis, got"

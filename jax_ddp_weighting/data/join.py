@@ -151,8 +151,8 @@ def join_batches(
         )
     widths = _check_sizes(sizes)
     timeout_s = coordination.check_timeout("join_batches: timeout_s", timeout_s)
-    layout = RankPlacement.here(mesh, axis_name, caller="join_batches")
-    ranks = layout.local
+    placement = RankPlacement.here(mesh, axis_name, caller="join_batches")
+    ranks = placement.local
     if not isinstance(batches, Iterable):
         raise TypeError(
             f"join_batches: batches must be a stream or several, got {type(batches).__name__}. A "
@@ -167,10 +167,10 @@ def join_batches(
     if convention == "cycle":
         for stream, _ in streams:
             _check_begins_again(stream)
-    meeting = coordination.next_meeting("join", jax.process_index(), layout.processes, timeout_s)
+    meeting = coordination.next_meeting("join", jax.process_index(), placement.processes, timeout_s)
     sizes_text = ", ".join(map(str, widths)) or "those of the first batches"
     compared = {"convention": convention, "name": name, "sizes": sizes_text}
-    return _join(streams, layout, meeting, compared, widths, timeout_s)
+    return _join(streams, placement, meeting, compared, widths, timeout_s)
 
 
 def _check_sizes(sizes: Sequence[int] | None) -> tuple[int, ...]:
@@ -211,7 +211,7 @@ def _split_streams(batches: Any, ranks: tuple[int, ...]) -> Sequence[Any] | None
 
 def _join(
     given: list[tuple[Iterable[Any], tuple[int, ...]]],
-    layout: RankPlacement,
+    placement: RankPlacement,
     meeting: Meeting,
     compared: dict[str, str],
     widths: tuple[int, ...],
@@ -219,18 +219,18 @@ def _join(
 ) -> Iterator[Batch]:
     convention = compared["convention"]
     streams = [Stream(stream, ranks, again=convention == "cycle") for stream, ranks in given]
-    (state, width), widths = _open(streams, layout, meeting, compared, widths, timeout_s)
+    (state, width), widths = _open(streams, placement, meeting, compared, widths, timeout_s)
     at_shortest = convention == "shortest"
-    stopping = Stopping(streams, layout, meeting, timeout_s, widths, at_shortest=at_shortest)
+    stopping = Stopping(streams, placement, meeting, timeout_s, widths, at_shortest=at_shortest)
     watch = Watch(
-        "join_batches", meeting, layout, timeout_s, lambda step: stopping.is_known_to_end()
+        "join_batches", meeting, placement, timeout_s, lambda step: stopping.is_known_to_end()
     )
     step = 0
     try:
         while state == GOES_ON:
             rows = [stream.take(widths[width]) for stream in streams]
             taken = [_give_votes(each, convention) for each in rows]
-            batch = place_dealt(taken, layout)
+            batch = place_dealt(taken, placement)
             # asked before the step that the caller runs on this batch, and read after, unless it
             # can be known before without a wait
             stopping.ask()
@@ -245,7 +245,7 @@ def _join(
     finally:
         watch.end()
     if state == FAILED:
-        raise_failure(streams, meeting, layout, step, timeout_s)
+        raise_failure(streams, meeting, placement, step, timeout_s)
 
 
 def _give_votes(rows: Batch, convention: str) -> Batch:
@@ -267,7 +267,7 @@ def _give_votes(rows: Batch, convention: str) -> Batch:
 
 def _open(
     streams: list[Stream],
-    layout: RankPlacement,
+    placement: RankPlacement,
     meeting: Meeting,
     compared: dict[str, str],
     widths: tuple[int, ...],
@@ -293,7 +293,7 @@ def _open(
         "like": _pack(like[0]) if like else None,
     }
     most = widths[-1] if widths else None
-    judge = partial(_judge_opening, layout=layout, most=most, timeout_s=timeout_s)
+    judge = partial(_judge_opening, placement=placement, most=most, timeout_s=timeout_s)
     concluded = json.loads(meeting.conclude(json.dumps(said), judge, timeout_s=timeout_s))
     if concluded["trouble"]:
         raise RuntimeError(concluded["trouble"])
@@ -309,16 +309,16 @@ def _open(
 
 
 def _judge_opening(
-    said: dict[int, str], *, layout: RankPlacement, most: int | None, timeout_s: float
+    said: dict[int, str], *, placement: RankPlacement, most: int | None, timeout_s: float
 ) -> str:
     each = {process: json.loads(text) for process, text in said.items()}
-    absent = [process for process in layout.processes if process not in said]
+    absent = [process for process in placement.processes if process not in said]
     forms = {int(rank): form for one in each.values() for rank, form in one["forms"].items()}
     compared = {process: one["compared"] for process, one in each.items()}
     trouble = ""
     if absent:
         trouble = (
-            f"join_batches: {name_holders(absent, layout)} absent, without a first batch after "
+            f"join_batches: {name_holders(absent, placement)} absent, without a first batch after "
             f"{timeout_s:g} s. Look at the logs of the absent: they are gone or slow; timeout_s "
             "gives more time."
         )

@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_at_least, check_epoch, check_up_to
 from jax_ddp_weighting._version import __version__
-from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.data.batch import Batch, check_is_leaf
 from jax_ddp_weighting.data.opening import Opening
 from jax_ddp_weighting.data.read_ahead import read_ahead
 from jax_ddp_weighting.data.row_format import RowFormat, describe_rows
@@ -25,7 +26,8 @@ from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import RankPlacement, check_device_values, id_dtype
 from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan, count_steps, find_fingerprint
 from jax_ddp_weighting.sampling.order import GivenOrder
-from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
+from jax_ddp_weighting.sampling.plan import EpochPlan
+from jax_ddp_weighting.sampling.slots import Slots
 
 Fetch = Callable[..., PyTree]
 """`fetch(ids)` returns a pytree of arrays `[len(ids), ...]`: row `j` is example `ids[j]`.
@@ -112,8 +114,8 @@ def batches(
         [40.0, 0.0] [1, 0]
     """
     check_any_plan("batches: plan", plan)
-    layout = RankPlacement.here(mesh, axis_name, caller="batches")
-    ranks = layout.ranks
+    placement = RankPlacement.here(mesh, axis_name, caller="batches")
+    ranks = placement.ranks
     if plan.num_replicas != ranks:
         raise ValueError(
             f"batches: plan must have as many ranks as the mesh's {axis_name!r} axis, got "
@@ -127,11 +129,18 @@ def batches(
     timeout_s = coordination.check_timeout("batches: timeout_s", timeout_s)
     _check_ids_fit(plan)
     _warn_of_one_draw(plan, epoch)
+    if not callable(fetch):
+        raise TypeError(
+            f"batches: fetch must be a function of ids, got {type(fetch).__name__}. Write lambda "
+            "ids: rows[ids], or rows.__getitem__."
+        )
     lengths = None if isinstance(plan, EpochPlan) else RowLengths("batches")
     if lengths is not None:
         _check_takes_length(fetch, plan)
     # met here and not at the first batch: all processes make their streams in the same order
-    meeting = coordination.next_meeting("batches", jax.process_index(), layout.processes, timeout_s)
+    meeting = coordination.next_meeting(
+        "batches", jax.process_index(), placement.processes, timeout_s
+    )
     reading = {
         **find_fingerprint(plan, epoch),
         "num_replicas": plan.num_replicas,
@@ -147,48 +156,14 @@ def batches(
     opening = Opening("batches", meeting, reading, timeout_s)
     # a `with jax.enable_x64(...)` holds in its own thread alone, and another one may fetch
     x64 = jax.config.read("jax_enable_x64")
-
-    def fetch_rows(step: int) -> tuple[int, Slots, Any]:
-        slots = plan.batch(epoch, step, ranks=layout.local)
-        with jax.enable_x64(x64), report_failure(step):
-            ids = _copy_unwritable(_join_ranks(slots.ids))
-            return step, slots, fetch(ids) if lengths is None else fetch(ids, slots.length)
-
-    def place_rows(fetched: tuple[int, Slots, Any]) -> Batch:
-        step, slots, data = fetched
-        ids, weights = _join_ranks(slots.ids), _join_ranks(slots.weights)
-        with jax.enable_x64(x64):
-            with report_failure(step):
-                check = partial(_check_rows, number=len(ids))
-                data = jax.tree_util.tree_map_with_path(check, data)
-                found = describe(data, slots.length)
-            # before the others are met: what fetch has returned may be filled anew at any time
-            batch = layout.place(Batch(data, ids.astype(id_dtype()), weights))
-            opening.check(found)
-            return batch
-
-    def describe(rows: PyTree, length: int | None) -> RowFormat:
-        if lengths is None or length is None:
-            return describe_rows(rows)
-        return lengths.describe(rows, length)
-
-    @contextmanager
-    def report_failure(step: int) -> Iterator[None]:
-        failed = f"fetch failed at epoch {epoch}, step {step}"
-        # what is wrong with the first rows is the others' business too: they wait for this process
-        with opening.report_failure(failed):
-            try:
-                yield
-            except BaseException as error:
-                error.add_note(f"batches: {failed}.")
-                raise
+    rows = _Rows(plan, epoch, fetch, placement, lengths, opening, x64)
 
     def read() -> Iterator[Batch]:
         if start_step == steps:  # others may not think so, and would wait for rows from here
             opening.check_without_rows()
             return
-        made = read_ahead(range(start_step, steps), prefetch, fetch_rows, place_rows)
-        watch = Watch("batches", meeting, layout, timeout_s, lambda step: step == steps - 1)
+        made = read_ahead(range(start_step, steps), prefetch, rows.fetch_step, rows.place_step)
+        watch = Watch("batches", meeting, placement, timeout_s, lambda step: step == steps - 1)
         try:
             for step, batch in enumerate(made, start_step):
                 watch.enter(step)
@@ -204,6 +179,65 @@ def batches(
             made.close()
 
     return read()
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The rows of an epoch: fetched for this process's ranks, which another thread may do; placed.
+
+    Attributes:
+        plan: who reads what.
+        epoch: the epoch.
+        fetch: the user's function.
+        placement: where rows go.
+        lengths: what knows rows that are padded to a length; None where none are.
+        opening: where processes compare what they read first.
+        x64: whether 64 bits were on when reading began.
+    """
+
+    plan: Plan
+    epoch: int
+    fetch: Fetch
+    placement: RankPlacement
+    lengths: RowLengths | None
+    opening: Opening
+    x64: bool
+
+    def fetch_step(self, step: int) -> tuple[int, Slots, Any]:
+        slots = self.plan.batch(self.epoch, step, ranks=self.placement.local)
+        with jax.enable_x64(self.x64), self._report_failure(step):
+            ids = _copy_unwritable(_join_ranks(slots.ids))
+            given = (ids,) if self.lengths is None else (ids, slots.length)
+            return step, slots, self.fetch(*given)
+
+    def place_step(self, fetched: tuple[int, Slots, Any]) -> Batch:
+        step, slots, data = fetched
+        ids, weights = _join_ranks(slots.ids), _join_ranks(slots.weights)
+        with jax.enable_x64(self.x64):
+            with self._report_failure(step):
+                check = partial(_check_rows, number=len(ids))
+                data = jax.tree_util.tree_map_with_path(check, data)
+                found = self._describe(data, slots.length)
+            # before the others are met: what fetch has returned may be filled anew at any time
+            batch = self.placement.place(Batch(data, ids.astype(id_dtype()), weights))
+            self.opening.check(found)
+            return batch
+
+    def _describe(self, rows: PyTree, length: int | None) -> RowFormat:
+        if self.lengths is None or length is None:
+            return describe_rows(rows)
+        return self.lengths.describe(rows, length)
+
+    @contextmanager
+    def _report_failure(self, step: int) -> Iterator[None]:
+        failed = f"fetch failed at epoch {self.epoch}, step {step}"
+        # what is wrong with the first rows is the others' business too: they wait for this process
+        with self.opening.report_failure(failed):
+            try:
+                yield
+            except BaseException as error:
+                error.add_note(f"batches: {failed}.")
+                raise
 
 
 def _warn_of_one_draw(plan: Plan, epoch: int) -> None:
@@ -243,11 +277,17 @@ def _check_takes_length(fetch: Fetch, plan: Plan) -> None:
 
 
 def _check_rows(path: Any, leaf: Any, *, number: int) -> np.ndarray:
-    leaf, name = np.asarray(leaf), f"data{jax.tree_util.keystr(path)}"
+    name = f"data{jax.tree_util.keystr(path)}"
+    check_is_leaf(leaf, name, caller="batches")
+    try:
+        leaf = np.asarray(leaf)
+    except Exception as error:  # a tensor on another device, or of a dtype that numpy has not
+        error.add_note(f"batches: fetch must return arrays, got {type(leaf).__name__} at {name}.")
+        raise
     if leaf.shape[:1] != (number,):
         raise ValueError(
             f"batches: fetch must return one row per id, got shape {leaf.shape} at {name} for "
-            f"{number} ids. Index every array with ids."
+            f"{number} ids. Index every array with ids; of a list of rows make one array."
         )
     check_device_values(leaf, name, caller="batches")
     return leaf

@@ -57,15 +57,15 @@ def global_batch(
     """
     check_batch("global_batch: batch must be a Batch", batch)
     timeout_s = coordination.check_timeout("global_batch: timeout_s", timeout_s)
-    layout = RankPlacement.here(mesh, axis_name, caller="global_batch")
+    placement = RankPlacement.here(mesh, axis_name, caller="global_batch")
     meeting = coordination.next_meeting(
-        "global batch", jax.process_index(), layout.processes, timeout_s
+        "global batch", jax.process_index(), placement.processes, timeout_s
     )
     opening = Opening("global_batch", meeting, {}, timeout_s)
-    ranks = len(layout.local)
+    ranks = len(placement.local)
     with opening.report_failure("its rows were refused"):
         rows = jax.tree.map(np.asarray, batch)
         check_batch_values(rows, caller="global_batch")
         rows = replace(rows, ids=device_ids(rows.ids, caller="global_batch"))
     width = opening.check(describe_batch(rows), -(-len(rows.weights) // ranks))
-    return place_dealt([deal_rows(rows, ranks, max(1, width))], layout)
+    return place_dealt([deal_rows(rows, ranks, max(1, width))], placement)

@@ -57,12 +57,12 @@ def deal_rows(batch: Batch, ranks: int, width: int) -> Batch:
     )
 
 
-def place_dealt(dealt: list[Batch], layout: RankPlacement) -> Batch:
+def place_dealt(dealt: list[Batch], placement: RankPlacement) -> Batch:
     """The global batch of this process's dealt rows, and of what other processes place.
 
     Args:
         dealt: batches as `deal_rows` returns them, whose ranks are all of this process's, in order.
-        layout: where the ranks are.
+        placement: where the ranks are.
     """
 
     def split(values: np.ndarray, ranks: int) -> Shards:
@@ -75,6 +75,6 @@ def place_dealt(dealt: list[Batch], layout: RankPlacement) -> Batch:
         return Batch(rows.data, rows.ids, split(rows.weights, ranks), missing)
 
     def place(*columns: Any) -> jax.Array:
-        return layout.place_shards([each for column in columns for each in column.arrays])
+        return placement.place_shards([each for column in columns for each in column.arrays])
 
     return jax.tree.map(place, *map(complete, dealt))

@@ -31,7 +31,7 @@ class Stopping:
 
     Args:
         streams: this process's streams.
-        layout: where the ranks are.
+        placement: where the ranks are.
         meeting: the meeting of the streams of all processes.
         timeout_s: how long to wait for the other processes at a step.
         widths: the rows per rank that a step may have, ascending.
@@ -41,7 +41,7 @@ class Stopping:
     def __init__(
         self,
         streams: list[Stream],
-        layout: RankPlacement,
+        placement: RankPlacement,
         meeting: Meeting,
         timeout_s: float,
         widths: tuple[int, ...],
@@ -51,10 +51,10 @@ class Stopping:
         self._streams = streams
         self._widths = widths
         self._at_shortest = at_shortest
-        self._layout = layout
+        self._placement = placement
         self._meeting = meeting
         self._timeout_s = timeout_s
-        self._alone = len(layout.processes) == 1
+        self._alone = len(placement.processes) == 1
         self._placed: dict[tuple[int, int], jax.Array] = {}
         self._asked: Any = None  # state and width, or an array of both on its way
         self._waited = False  # for the answer, before the step
@@ -73,8 +73,10 @@ class Stopping:
             return
         if said not in self._placed:  # of the few that there are
             each = np.repeat(np.array([said], np.int8), _STATE_WIDTH // 2, axis=1)
-            self._placed[said] = self._layout.place(each.repeat(len(self._layout.local), axis=0))
-        everywhere = meshes.replicated_sharding(self._layout.mesh)
+            self._placed[said] = self._placement.place(
+                each.repeat(len(self._placement.local), axis=0)
+            )
+        everywhere = meshes.replicated_sharding(self._placement.mesh)
         self._asked = _greatest(everywhere)(self._placed[said])
 
     def wait_for_all(self, step: int) -> None:
@@ -152,8 +154,10 @@ class Stopping:
                 stalled.call()
 
         def judge(said: dict[int, str]) -> str:
-            absent = [process for process in self._layout.processes if process not in said]
-            who = f"{name_holders(absent, self._layout)} absent" if absent else "all ranks waited"
+            absent = [process for process in self._placement.processes if process not in said]
+            who = (
+                f"{name_holders(absent, self._placement)} absent" if absent else "all ranks waited"
+            )
             return (
                 f"join_batches: {who} at step {step}, {reason or f'after {self._timeout_s:g} s'}. "
                 "Look at the logs of the absent: they are gone, have left the loop, or their "
@@ -196,7 +200,7 @@ def _greatest(everywhere: NamedSharding) -> Any:
 
 
 def raise_failure(
-    streams: list[Stream], meeting: Meeting, layout: RankPlacement, step: int, timeout_s: float
+    streams: list[Stream], meeting: Meeting, placement: RankPlacement, step: int, timeout_s: float
 ) -> None:
     """Raises what went wrong, on every process the same.
 

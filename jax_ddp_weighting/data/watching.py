@@ -31,7 +31,7 @@ class Watch:
     Args:
         caller: who speaks.
         meeting: the meeting of the streams of all processes.
-        layout: where the ranks are.
+        placement: where the ranks are.
         timeout_s: how long a step may take.
         is_known_to_end: whether it is known already that the step it is at is the last one, after
             which a process may be anywhere.
@@ -41,19 +41,19 @@ class Watch:
         self,
         caller: str,
         meeting: Meeting,
-        layout: RankPlacement,
+        placement: RankPlacement,
         timeout_s: float,
         is_known_to_end: Callable[[int], bool],
     ) -> None:
         self._caller = caller
         self._log = logging.getLogger(_LOGGERS[caller])
         self._meeting = meeting
-        self._layout = layout
+        self._placement = placement
         self._is_known_to_end = is_known_to_end
         self._timeout_s = timeout_s
         self._at = (0, time.monotonic())  # the step, and since when
         self._over = Event()
-        if len(layout.processes) > 1:
+        if len(placement.processes) > 1:
             Thread(target=self._run, name=caller, daemon=True).start()
 
     def enter(self, step: int) -> None:
@@ -67,7 +67,7 @@ class Watch:
     def leave(self, why: str = "") -> None:
         """The loop is over, while others may go on without this process."""
         self._over.set()
-        if len(self._layout.processes) > 1:
+        if len(self._placement.processes) > 1:
             with suppress(RuntimeError):  # it may be the service that is gone; leave all the same
                 self._meeting.leave_note("left", json.dumps([self._at[0], why]))
 
@@ -115,18 +115,18 @@ class Watch:
     ) -> list[str]:
         at = self._read("at")
         culprits = [
-            f"{name_holders([process], self._layout)} left the loop at step {last}"
+            f"{name_holders([process], self._placement)} left the loop at step {last}"
             + (f", since {why}" if why else "")
             for process, (last, why) in left.items()
         ]
         if early:  # those who are behind may be about to say where they are now
             return culprits
         culprits += [
-            f"{name_holders([process], self._layout)} last heard of at step {last}"
+            f"{name_holders([process], self._placement)} last heard of at step {last}"
             for process, last in at.items()
             if last < step and process not in left
         ]
-        absent = [p for p in self._layout.processes if p not in left | at]
+        absent = [p for p in self._placement.processes if p not in left | at]
         if absent and not culprits and not certain and not self._is_known_to_end(step):
-            culprits.append(f"{name_holders(absent, self._layout)} absent")
+            culprits.append(f"{name_holders(absent, self._placement)} absent")
         return culprits

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_at_least, check_integer
+from jax_ddp_weighting._arguments import check_at_least, check_integer, list_some
 
 AxisName = str | tuple[str, ...]
 T = TypeVar("T")
@@ -82,7 +82,8 @@ def data_mesh(
         A `jax.sharding.Mesh` of shape `{axis_name: num_devices}`.
 
     Raises:
-        ValueError: fewer devices are there than asked for, or `num_devices` is below 1.
+        ValueError: fewer devices are there than asked for, one comes twice, or `num_devices` is
+            below 1.
 
     Example:
         >>> dict(data_mesh(1).shape)
@@ -91,6 +92,10 @@ def data_mesh(
     found = list(jax.devices() if devices is None else devices)
     wanted = len(found) if num_devices is None else num_devices
     check_at_least("data_mesh: num_devices", wanted, 1, "Leave it out to use all.", kind="")
+    if len(set(found)) < len(found):
+        raise ValueError(
+            f"data_mesh: devices must be different ones, got {list_some(found)}. Each is one rank."
+        )
     if wanted > len(found):
         platform = found[0].platform if found else "any platform"
         raise ValueError(
@@ -116,6 +121,11 @@ def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) ->
             "makes one."
         )
     size = 1
+    if not isinstance(axis_name, str | tuple | list):
+        raise TypeError(
+            f"{caller}: axis_name must be the name of an axis, or a tuple of names, got "
+            f"{axis_name!r}. The mesh has axes {tuple(mesh.axis_names)}."
+        )
     for name in _names(axis_name):
         if name not in mesh.shape:
             raise ValueError(
@@ -130,6 +140,15 @@ def num_ranks(mesh: Mesh | AbstractMesh, axis_name: AxisName, *, caller: str) ->
             )
         size *= mesh.shape[name]
     return size
+
+
+def check_has_devices(mesh: Mesh | AbstractMesh, *, caller: str) -> None:
+    """Raises `TypeError` for a mesh that nothing can be placed on; `caller` speaks in the error."""
+    if isinstance(mesh, AbstractMesh):
+        raise TypeError(
+            f"{caller}: mesh must have devices, got an AbstractMesh. data_mesh() makes a mesh of "
+            "those that are there."
+        )
 
 
 def row_sharding(mesh: Mesh, axis_name: AxisName) -> NamedSharding:

@@ -38,7 +38,7 @@ class RankPlacement:
 
     @classmethod
     def of(cls, mesh: Mesh, axis_name: AxisName, *, caller: str) -> "RankPlacement":
-        """The layout of a mesh; `caller` speaks in the error.
+        """The ranks of a mesh; `caller` speaks in the error.
 
         Raises:
             ValueError: the mesh lacks the axis.
@@ -54,19 +54,19 @@ class RankPlacement:
 
     @classmethod
     def here(cls, mesh: Mesh, axis_name: AxisName, *, caller: str) -> "RankPlacement":
-        """The layout of a mesh that has ranks on this process, for whoever is to bring rows.
+        """The ranks of a mesh that has ranks on this process, for whoever is to bring rows.
 
         Raises:
             ValueError: the mesh lacks the axis, or holds no device of this process.
         """
-        layout = cls.of(mesh, axis_name, caller=caller)
-        if not layout.local:
+        placement = cls.of(mesh, axis_name, caller=caller)
+        if not placement.local:
             raise ValueError(
                 f"{caller}: mesh must hold a device of this process, got processes "
-                f"{', '.join(map(str, layout.processes))} for process {jax.process_index()}. Make "
-                "it of jax.devices(), or call this on the processes that it holds."
+                f"{', '.join(map(str, placement.processes))} for process {jax.process_index()}. "
+                "Make it of jax.devices(), or call this on the processes that it holds."
             )
-        return layout
+        return placement
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -125,9 +125,9 @@ class RankPlacement:
         return [copy_aligned(each) for each in self._lend(rows)]
 
 
-def name_holders(processes: Sequence[int], layout: RankPlacement) -> str:
+def name_holders(processes: Sequence[int], placement: RankPlacement) -> str:
     """The ranks of processes, and the processes."""
-    ranks = [rank for process in processes for rank in layout.held[process]]
+    ranks = [rank for process in processes for rank in placement.held[process]]
     return f"{name_ranks(ranks)} ({name_ranks(processes, 'process')})"
 
 
@@ -208,6 +208,46 @@ def check_not_cut(values: np.ndarray, name: str, *, caller: str) -> None:
                 f"{caller}: {name} must be within float32 while x64 is off, got {largest}. JAX "
                 "would make it infinite without a word: switch jax_enable_x64 on, or scale it."
             )
+
+
+def check_tree_not_cut(tree: PyTree, name: str, *, caller: str) -> None:
+    """Refuses a tree that is on the host, all or in part, and holds numbers that would be cut.
+
+    Args:
+        tree: any pytree; what is on devices, or traced, is as it is.
+        name: what it is in errors: ``"params"``.
+        caller: who speaks in errors.
+
+    Raises:
+        ValueError: a value would be cut; names the leaf.
+    """
+    on_host = np.ndarray | np.generic | int
+    if not any(isinstance(leaf, on_host) for leaf in jax.tree.leaves(tree)):
+        return  # as on every step but the first
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, on_host):
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            check_not_cut(np.asarray(leaf), where, caller=caller)
+
+
+def check_not_lost(weights: np.ndarray, *, caller: str) -> None:
+    """Refuses weights on the host that a device would round to 0, which is padding's weight.
+
+    Raises:
+        ValueError: one is below float32's least while x64 is off.
+    """
+    if weights.dtype.kind != "f":
+        return
+    dtype = device_dtype(weights.dtype)
+    if dtype == weights.dtype:
+        return
+    with np.errstate(over="ignore", under="ignore"):
+        lost = (weights.astype(dtype) == 0) & (weights > 0)
+    if lost.any():
+        raise ValueError(
+            f"{caller}: weights must be above float32's least while x64 is off, or 0, got "
+            f"{weights[lost].flat[0]}. JAX would make it 0, and the row padding: scale them."
+        )
 
 
 def _are_numbers(values: np.ndarray) -> bool:

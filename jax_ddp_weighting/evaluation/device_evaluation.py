@@ -15,6 +15,7 @@ from jax_ddp_weighting.data.device_plan import DevicePlan
 from jax_ddp_weighting.data.device_rows import check_plan_of_mesh, check_rows_of_plan, take_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.distributed.placement import check_tree_not_cut
 from jax_ddp_weighting.evaluation.step_sums import (
     Evaluation,
     MetricFn,
@@ -61,6 +62,7 @@ class DeviceEvaluation:
     def _prepare(self, params: PyTree, data: PyTree, epoch: int) -> tuple[Any, ...]:
         epoch = check_epoch(f"{_CALLER}: epoch", epoch)
         check_rows_of_plan(data, self.plan, self.mesh, caller=_CALLER)
+        check_tree_not_cut(params, "params", caller=_CALLER)
         on_host = DevicePlan.on_host(self.plan, [epoch])
         everywhere = meshes.replicated_sharding(self.mesh)
         params, data, on_device = meshes.place((params, data, on_host), everywhere)
@@ -79,6 +81,7 @@ class DeviceEvaluation:
             first = () if params is None else (given,)
             sums = self.metric_fn(*first, batch)
             name_metrics(sums, caller=_CALLER)
+            sums = jax.tree.map(jnp.asarray, sums)  # Python's numbers, such as a length
             check_no_rows(self.metric_fn, first, batch, sums, caller=_CALLER)
             found = jax.lax.optimization_barrier((sums, count_accepted(batch.weights)))
             return carried, jax.lax.with_sharding_constraint(found, everywhere)

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_weights
 from jax_ddp_weighting.evaluation.predictions import dtype_name, fill_tree, spell_tree
+from jax_ddp_weighting.sampling.names import read_ids
 
 
 class Column:
@@ -226,7 +227,7 @@ class _Step:
         self, ids: Any, weights: Any, predictions: PyTree, where: str, caller: str
     ) -> None:
         self.where, self._caller = where, caller
-        ids = _array(ids)
+        ids = read_ids(f"{caller}: ids", ids) if isinstance(ids, list | tuple) else _array(ids)
         if ids.ndim != 1:
             raise ValueError(
                 f"{caller}: ids must be [rows], got shape {ids.shape}{where}. Flatten ids, weights "

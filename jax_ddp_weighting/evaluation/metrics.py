@@ -21,7 +21,7 @@ from jax_ddp_weighting.data.batch import (
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.coordination import WAIT_S, check_timeout
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.distributed.placement import RankPlacement
+from jax_ddp_weighting.distributed.placement import RankPlacement, check_tree_not_cut
 from jax_ddp_weighting.distributed.waiting import Waiting
 from jax_ddp_weighting.evaluation.step_sums import (
     Evaluation,
@@ -130,6 +130,7 @@ def evaluate(
     )
     waiting.meet()
     everywhere = meshes.replicated_sharding(mesh)
+    check_tree_not_cut(params, "params", caller="evaluate")
     first = () if params is None else (meshes.place(params, everywhere),)
     with waiting.telling():
         totals = _sum_batches(metric_fn, batches, mesh, axis_name, first, waiting)
@@ -148,12 +149,16 @@ def _sum_batches(
     ranks = meshes.num_ranks(mesh, axis_name, caller="evaluate")
     everywhere = meshes.replicated_sharding(mesh)
     # jit keeps what it compiled by the function itself, so a second `evaluate` compiles nothing
-    compiled = jax.jit(_count_too(metric_fn), out_shardings=everywhere)
+    compiled = jax.jit(_find_counting(metric_fn), out_shardings=everywhere)
     totals = StepSums("evaluate")
 
     def read(step: tuple[Any, Array]) -> None:
         totals.add(*waiting.wait(lambda: step, jax.device_get))
 
+    if isinstance(batches, Batch):
+        raise TypeError(
+            "evaluate: batches must be an iterable of Batches, got one Batch. Write [batch]."
+        )
     in_flight: deque[tuple[Any, Array]] = deque()
     # by the form of a row: of a plan by tokens, batches of long rows have few, and of short many
     rows: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -185,6 +190,15 @@ def _sum_batches(
     while in_flight:
         read(in_flight.popleft())
     return totals
+
+
+def _find_counting(metric_fn: MetricFn) -> Callable[..., tuple[Any, Array]]:
+    """What `_count_too` makes; made anew, and so compiled anew, of what no cache can hold."""
+    try:
+        hash(metric_fn)
+    except TypeError:  # a dataclass with a `__call__`, or one that holds arrays
+        return _count_too.__wrapped__(metric_fn)
+    return _count_too(metric_fn)
 
 
 @lru_cache(maxsize=64)

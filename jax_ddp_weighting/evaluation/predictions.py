@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from jax_ddp_weighting._arguments import list_some
 from jax_ddp_weighting.evaluation.id_index import IdIndex
 from jax_ddp_weighting.sampling.audit import CoverageError
+from jax_ddp_weighting.sampling.names import read_ids
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Predictions:
             The pytree of predictions, arrays ``[rows, ...]``.
 
         Raises:
+            TypeError: ids are neither integers nor strings.
             CoverageError: an id has no prediction. It names the ids.
 
         Example:
@@ -60,7 +62,14 @@ class Predictions:
             >>> found.take([7, 6]).tolist()
             [0.7, 0.6]
         """
-        asked = np.asarray(ids)
+        asked = read_ids("Predictions.take: ids", ids)
+        if not asked.size:
+            asked = asked.astype(self.ids.dtype)
+        if asked.dtype.kind not in "iuUTO":
+            raise TypeError(
+                f"Predictions.take: ids must be integers or strings, got {asked.dtype}. Of a mask"
+                " give the ids, take(ids[mask])."
+            )
         wanted, inside = asked, np.ones(asked.shape, bool)
         if {asked.dtype.kind, self.ids.dtype.kind} == {"i", "u"}:  # numpy compares them as floats
             held = np.iinfo(self.ids.dtype)

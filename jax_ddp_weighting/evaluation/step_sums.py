@@ -112,8 +112,9 @@ class StepSums:
             at = f" at {place}" if place else ""
             raise ValueError(
                 f"{self._caller}: weight must be at least 0, got {weights[step][tuple(place)]}{at} "
-                f"for {name!r} in step {self.steps + step}. Integer weights that pass 2**31 in one "
-                "step wrap round: take smaller batches or float weights."
+                f"for {name!r} in step {self.steps + step}. A row of negative weight makes it so; "
+                "and so do integer weights that pass 2**31 in one step: take smaller batches, or "
+                "float weights."
             )
 
     def evaluation(self, empty: str) -> Evaluation:

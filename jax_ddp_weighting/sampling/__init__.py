@@ -12,9 +12,10 @@ from jax_ddp_weighting.sampling.order import keyed_order, torch_order
 from jax_ddp_weighting.sampling.packed_rows import PackedRows, pack_rows
 from jax_ddp_weighting.sampling.packing import PackedPlan
 from jax_ddp_weighting.sampling.padding import PaddingReport, StepPadding
-from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
+from jax_ddp_weighting.sampling.plan import EpochPlan
 from jax_ddp_weighting.sampling.sampler import DistributedSampler
 from jax_ddp_weighting.sampling.sampler_orders import SamplerOrder, sampler_order
+from jax_ddp_weighting.sampling.slots import Slots
 from jax_ddp_weighting.sampling.step_sampler import DistributedBatchSampler
 
 __all__ = [

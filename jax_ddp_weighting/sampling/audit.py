@@ -9,7 +9,7 @@ from jaxtyping import Integer
 
 from jax_ddp_weighting._arguments import check_length, check_limit, check_weights, list_some
 from jax_ddp_weighting._errors import JdwError
-from jax_ddp_weighting.sampling.names import STRINGS, IdNames, read_names
+from jax_ddp_weighting.sampling.names import STRINGS, IdNames, read_ids, read_names
 from jax_ddp_weighting.sampling.tally import Tally
 
 LISTED = 10_000
@@ -184,6 +184,7 @@ def audit_ids(
     limit = check_limit("audit_ids: limit", limit)
     rank_weights = None if weights is None else _split_by_rank("weights", weights)
     ranks = check_entries("audit_ids", _split_by_rank("ids", ids), rank_weights)
+    _check_batches(ids, weights)
     known = None if names is None else read_names("audit_ids", names, n)
     ranks, known = _number_strings(ranks, known)
     tally, strays, per_rank = Tally(n), [], []
@@ -234,7 +235,7 @@ def _split_by_rank(name: str, values: Any) -> list[np.ndarray]:
         if all(array.ndim for array in arrays):
             return arrays
     try:
-        array = np.asarray(values)
+        array = read_ids(f"audit_ids: {name}", values)
     except ValueError:
         shape = "lists beside single ones"
     else:
@@ -250,10 +251,32 @@ def _split_by_rank(name: str, values: Any) -> list[np.ndarray]:
 def _flatten(name: str, values: Any) -> np.ndarray:
     """One rank's values as one array, be they batches of unequal length."""
     try:
-        return np.asarray(values)
+        return read_ids(f"audit_ids: {name}", values)
     except ValueError:  # numpy's word for lists of unequal length
         parts = [np.ravel(_flatten(name, value)) for value in values]
     return np.concatenate([part for part in parts if part.size])
+
+
+def _check_batches(ids: Any, weights: Any) -> None:
+    """Refuses weights whose batches are of other lengths than those of the ids.
+
+    Flat they might be as many, and each weight would go to another id than its own.
+    """
+    if not all(isinstance(each, list | tuple) for each in (ids, weights)):
+        return
+    for rank, (of_ids, of_weights) in enumerate(zip(ids, weights, strict=False)):
+        if not all(isinstance(each, list | tuple) for each in (of_ids, of_weights)):
+            continue
+        shapes = [list(map(np.shape, batches)) for batches in (of_ids, of_weights)]
+        if shapes[0] == shapes[1] or not all(map(any, shapes)):  # scalars have no shape
+            continue
+        # flat they are as many, so that they differ before either ends
+        step = next(i for i, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b)
+        got = [each[step] for each in shapes]
+        raise ValueError(
+            f"audit_ids: weights must have the shape of ids, got {got[1]} and {got[0]} in batch"
+            f" {step} of rank {rank}. Every slot has one weight."
+        )
 
 
 def check_entries(
@@ -262,6 +285,11 @@ def check_entries(
     """Every rank's ids and weights, flat, of one length, and such as they must be."""
     ids = [_read_strings(rank_ids) for rank_ids in ids]
     for rank_ids in ids:
+        if rank_ids.dtype.kind == "O" and not rank_ids.ndim:  # numpy wraps what it cannot read
+            raise TypeError(
+                f"{function}: ids must be an array or a sequence, got a"
+                f" {type(rank_ids.item()).__name__}. Make a list of it."
+            )
         if rank_ids.size and rank_ids.dtype.kind not in "iu" + STRINGS:
             raise TypeError(
                 f"{function}: ids must be integers, got {rank_ids.dtype}. Give them in an integer"

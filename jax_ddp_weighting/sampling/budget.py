@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int64
 
 from jax_ddp_weighting._arguments import (
     check_below,
@@ -19,6 +19,7 @@ from jax_ddp_weighting._arguments import (
     check_up_to,
 )
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_ids
+from jax_ddp_weighting.sampling.dealing import Dealing
 from jax_ddp_weighting.sampling.layout import Layout
 from jax_ddp_weighting.sampling.lengths import (
     check_lengths,
@@ -27,9 +28,8 @@ from jax_ddp_weighting.sampling.lengths import (
 )
 from jax_ddp_weighting.sampling.order import keyed_order
 from jax_ddp_weighting.sampling.padding import PaddingReport, measure_padding
-from jax_ddp_weighting.sampling.plan import Slots
 from jax_ddp_weighting.sampling.plan_options import Tail, check_epoch_of, check_shuffle, check_tail
-from jax_ddp_weighting.sampling.shapes import fit_rows
+from jax_ddp_weighting.sampling.slots import Slots
 
 _PLACES = "BudgetPlan.position(step) gives one."
 
@@ -46,15 +46,6 @@ class EpochSteps(int):
         """
         check_epoch("BudgetPlan.steps_per_epoch: epoch", epoch)
         return int(self)
-
-
-class _Parts(NamedTuple):
-    """What some steps read: each a part of a step of the whole plan."""
-
-    group: Int64[np.ndarray, " steps"]
-    turn: Int64[np.ndarray, " steps"]  # which of the group's steps
-    offset: Int64[np.ndarray, " steps"]  # how many of its slots were read before
-    step: Int64[np.ndarray, " steps"]  # which of the whole plan's
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -241,10 +232,7 @@ class BudgetPlan:
         step = check_up_to("BudgetPlan.position: step", step, self.steps_per_epoch)
         if step == self.steps_per_epoch:
             return self.epoch_length
-        if self.whole is None:
-            return step * self._layout.width
-        part = self._find_parts(self.only_epoch or 0, np.array([step]))
-        return int(part.step[0] * self._layout.width + part.offset[0])
+        return self._dealing.find_place(step)
 
     @property
     def num_examples(self) -> int:
@@ -259,37 +247,29 @@ class BudgetPlan:
     @property
     def steps_per_epoch(self) -> EpochSteps:
         """Steps of every rank in an epoch: an int, that takes an epoch too and is the same then."""
-        if self.whole is None:
-            return EpochSteps(self._layout.steps)
-        return EpochSteps(self._rest_ends[-1] if len(self._rest_ends) else 0)
+        return EpochSteps(self._dealing.steps)
 
     @property
     def step_shapes(self) -> tuple[tuple[int, int], ...]:
         """All shapes ``(rows, length)`` that steps have, the longest first: what is compiled."""
-        found = zip(self._rows, (group.length for group in self._layout.groups), strict=True)
+        lengths = (group.length for group in self._layout.groups)
+        found = zip(self._dealing.rows, lengths, strict=True)
         return tuple(dict.fromkeys(found))
 
     @property
     def batch_size(self) -> int:
         """The most rows per rank of any step."""
-        return max(self._rows, default=0)
+        return max(self._dealing.rows, default=0)
 
     @property
     def num_samples(self) -> int:
         """Slots per rank and epoch."""
-        if self.whole is None:
-            return sum(group.rows * group.steps for group in self._layout.groups)
-        part = self._find_parts(self.only_epoch or 0, np.arange(self.steps_per_epoch))
-        return int(np.array(self._rows, np.int64)[part.group].sum())
+        return self._dealing.num_samples
 
     @property
     def accepted_per_epoch(self) -> int:
         """Slots of weight 1 in an epoch, over all ranks."""
-        if self.whole is not None:
-            return int(self._left.sum())
-        if self.tail == "repeat":
-            return self.num_samples * self.num_replicas
-        return sum(group.count for group in self._layout.groups)
+        return self._dealing.accepted
 
     def accepted_by(
         self, epoch: int, rank: int, *, steps: Sequence[int] | None = None
@@ -307,11 +287,7 @@ class BudgetPlan:
         epoch = self.check_epoch("BudgetPlan.accepted_by", epoch)
         rank = check_rank("BudgetPlan.accepted_by: rank", rank, self.num_replicas)
         every = np.arange(self.steps_per_epoch) if steps is None else np.array(steps, np.int64)
-        part = self._find_parts(epoch, every)
-        rows = np.array(self._rows, np.int64)[part.group]
-        left = self._layout.count_slots(part.group, part.turn) - part.offset
-        # slots rank, rank + W, ... of the step are this rank's
-        return np.clip(-((rank - left) // self.num_replicas), 0, rows)
+        return self._dealing.count_accepted(epoch, rank, every)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -339,8 +315,7 @@ class BudgetPlan:
         """
         epoch = self.check_epoch("BudgetPlan.shape", epoch)
         step = self._check_step("BudgetPlan.shape: step", step)
-        group = int(self._find_parts(epoch, np.array([step])).group[0])
-        return self._rows[group], self._layout.groups[group].length
+        return self._dealing.find_shape(epoch, step)
 
     def batch(self, epoch: int, step: int, ranks: Sequence[int] | None = None) -> Slots:
         """The slots of one step, at the cost of its rows.
@@ -359,12 +334,7 @@ class BudgetPlan:
         epoch = self.check_epoch("BudgetPlan.batch", epoch)
         step = self._check_step("BudgetPlan.batch: step", step)
         wanted = check_ranks("BudgetPlan.batch: ranks", ranks, self.num_replicas)
-        part = self._find_parts(epoch, np.array([step]))
-        group = int(part.group[0])
-        rows = np.arange(self._rows[group])
-        slots = part.offset + rows * self.num_replicas + wanted[:, None]
-        ids, weights = self._layout.look_up(epoch, group, part.turn, slots)
-        return Slots(ids, weights, self._layout.groups[group].length)
+        return self._dealing.read_step(epoch, step, wanted)
 
     def slots(self, epoch: int, rank: int) -> Slots:
         """One rank's slots of an epoch, of all steps in order.
@@ -374,7 +344,7 @@ class BudgetPlan:
         """
         epoch = self.check_epoch("BudgetPlan.slots", epoch)
         rank = check_rank("BudgetPlan.slots: rank", rank, self.num_replicas)
-        ids, weights = self._join_steps(epoch, [rank])
+        ids, weights = self._dealing.read_steps(epoch, [rank])
         return Slots(ids[0], weights[0])
 
     def ids_in_order(self, epoch: int) -> Int64[np.ndarray, " ids"]:
@@ -384,7 +354,7 @@ class BudgetPlan:
             ValueError: the plan has no such epoch.
         """
         epoch = self.check_epoch("BudgetPlan.ids_in_order", epoch)
-        ids, weights = self._join_steps(epoch, range(self.num_replicas))
+        ids, weights = self._dealing.read_steps(epoch, range(self.num_replicas))
         return ids.T[weights.T > 0]  # a row on all ranks, then the next
 
     def audit(self, epoch: int, *, limit: int = LISTED) -> EpochAudit:
@@ -399,7 +369,7 @@ class BudgetPlan:
         """
         epoch = self.check_epoch("BudgetPlan.audit", epoch)
         limit = check_limit("BudgetPlan.audit: limit", limit)
-        ids, weights = self._join_steps(epoch, range(self.num_replicas))
+        ids, weights = self._dealing.read_steps(epoch, range(self.num_replicas))
         found = audit_ids(ids, self.num_examples, weights=weights, epoch=epoch, limit=limit)
         if self.whole is None:
             return found
@@ -432,26 +402,6 @@ class BudgetPlan:
             self.lengths, order, steps, self.num_replicas, self.budget, self.shapes
         )
 
-    def _join_steps(
-        self, epoch: int, ranks: Sequence[int]
-    ) -> tuple[Int64[np.ndarray, "ranks slots"], Int32[np.ndarray, "ranks slots"]]:
-        """Ids and weights of all steps of some ranks, in order."""
-        part = self._find_parts(epoch, np.arange(self.steps_per_epoch))
-        rows = np.array(self._rows, np.int64)[part.group]
-        ends = np.cumsum(rows)
-        shape = (len(ranks), int(rows.sum()))
-        ids, weights = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
-        wanted = np.array(ranks, np.int64)
-        for group, height in enumerate(self._rows):  # all steps of one shape at once
-            steps = np.flatnonzero(part.group == group)
-            row = np.arange(height)
-            slots = part.offset[steps] + (row * self.num_replicas + wanted[:, None])[..., None]
-            columns = ((ends - rows)[steps] + row[:, None]).reshape(-1)
-            found = self._layout.look_up(epoch, group, part.turn[steps], slots)
-            for into, each in zip((ids, weights), found, strict=True):
-                into[:, columns] = each.reshape(len(wanted), -1)
-        return ids, weights
-
     @cached_property
     def _digest(self) -> str:
         return digest_lengths(self.lengths)
@@ -472,50 +422,13 @@ class BudgetPlan:
         )
 
     @cached_property
-    def _rows(self) -> tuple[int, ...]:
-        """Rows per rank of each group's steps."""
-        groups, whole = self._layout.groups, self.whole
-        if whole is None:
-            return tuple(group.rows for group in groups)
-        # of a step of the whole plan, dealt to these ranks in as few steps as the budget allows
-        width, times = self.num_replicas * self.row_multiple, self.row_multiple
-        rounds = (-(-group.rows * whole.num_replicas // width) for group in groups)
-        most = (self.budget // group.length // times for group in groups)
-        return tuple(int(fit_rows(*each)[0]) * times for each in zip(rounds, most, strict=True))
-
-    @cached_property
-    def _left(self) -> Int64[np.ndarray, " steps"]:
-        """Slots that count and are left to read, of each step of the whole plan."""
-        every = np.arange(self._layout.steps)
-        left = self._layout.count_slots(*self._layout.order_steps(self.only_epoch or 0, every))
-        step, offset = divmod(self.start, max(self._layout.width, 1))
-        left[:step] = 0
-        left[step : step + 1] = np.maximum(left[step : step + 1] - offset, 0)
-        return left
-
-    @cached_property
-    def _rest_ends(self) -> Int64[np.ndarray, " steps"]:
-        """How many steps of the rest lie before the end of each of the whole plan's."""
-        group, _ = self._layout.order_steps(self.only_epoch or 0, np.arange(self._layout.steps))
-        slots = np.array(self._rows, np.int64)[group] * self.num_replicas
-        return np.cumsum(-(-self._left // slots))
+    def _dealing(self) -> Dealing:
+        to_whom = (self.num_replicas, self.budget, self.row_multiple)
+        return Dealing(self._layout, *to_whom, self.start, self.only_epoch)
 
     def _check_step(self, argument: str, step: int) -> int:
         steps = int(self.steps_per_epoch)
         return check_below(argument, step, steps, f"An epoch of this plan has {steps} steps.")
-
-    def _find_parts(self, epoch: int, steps: Int64[np.ndarray, " steps"]) -> _Parts:
-        """What steps of this plan read."""
-        if self.whole is None:
-            return _Parts(*self._layout.order_steps(epoch, steps), np.zeros_like(steps), steps)
-        ends = self._rest_ends
-        whole_steps = np.searchsorted(ends, steps, side="right")
-        group, turn = self._layout.order_steps(epoch, whole_steps)
-        rows = np.array(self._rows, np.int64)[group]
-        before = np.concatenate([[0], ends])[whole_steps]
-        first, begun = divmod(self.start, max(self._layout.width, 1))
-        offset = (steps - before) * rows * self.num_replicas + begun * (whole_steps == first)
-        return _Parts(group, turn, offset, whole_steps)
 
     def check_epoch(self, function: str, epoch: int) -> int:
         """`epoch` as a Python int, if this plan has it; `function` is who asks."""

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float64, Int64
 
-from jax_ddp_weighting._arguments import check_at_least, check_epoch, check_seed, check_weights
+from jax_ddp_weighting._arguments import (
+    check_at_least,
+    check_epoch,
+    check_seed,
+    check_weights,
+    read_numbers,
+)
 from jax_ddp_weighting.sampling.hashing import derive_digest, derive_key, draw_uniform
 
 _BLOCK = 65_536  # draws looked up at once
@@ -169,9 +175,7 @@ def weighted_order(
         >>> plan.batch(epoch=1, step=0).ids.tolist()
         [[2, 2, 0], [2, 2, 2]]
     """
-    values = np.asarray(weights)
-    if values.dtype.kind not in "iufb":
-        raise TypeError(f"weighted_order: weights must be numbers, got {values.dtype}.")
+    values = read_numbers("weighted_order: weights", weights)
     if values.ndim != 1:
         raise ValueError(
             f"weighted_order: weights must have one axis, got shape {values.shape}. Give one for"

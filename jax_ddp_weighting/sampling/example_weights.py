@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from jax_ddp_weighting._arguments import check_weights
+from jax_ddp_weighting._arguments import check_weights, read_numbers
 from jax_ddp_weighting.sampling.hashing import derive_digest
 
 
@@ -33,9 +33,7 @@ class ExampleWeights:
             ValueError: there is not one for each example; or one is negative, NaN, infinite, or
                 would be so, or 0, in float32.
         """
-        values = np.asarray(weights.values if isinstance(weights, cls) else weights)
-        if values.size and values.dtype.kind not in "iufb":
-            raise TypeError(f"{argument} must be numbers, got {values.dtype}.")
+        values = read_numbers(argument, weights.values if isinstance(weights, cls) else weights)
         if values.shape != (num_examples,):
             raise ValueError(
                 f"{argument} must be one for each example, [{num_examples}], got shape"

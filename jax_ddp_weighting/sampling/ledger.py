@@ -21,7 +21,7 @@ from jax_ddp_weighting._arguments import (
 from jax_ddp_weighting._files import open_whole
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_tally, check_entries
 from jax_ddp_weighting.sampling.kinds import Plan, check_any_plan
-from jax_ddp_weighting.sampling.names import STRINGS, IdNames, read_names
+from jax_ddp_weighting.sampling.names import STRINGS, IdNames, read_ids, read_names
 from jax_ddp_weighting.sampling.order import keyed_order
 from jax_ddp_weighting.sampling.plan import EpochPlan
 from jax_ddp_weighting.sampling.tally import Tally
@@ -94,7 +94,8 @@ class Ledger:
                 weights are of another shape, negative or not finite. Nothing was entered then.
         """
         one_rank = None if weights is None else [_take_held(weights)]
-        ((flat, flat_weights),) = check_entries("Ledger.add", [_take_held(ids)], one_rank)
+        held = _take_held(ids) if hasattr(ids, "shape") else read_ids("Ledger.add: ids", ids)
+        ((flat, flat_weights),) = check_entries("Ledger.add", [held], one_rank)
         entered = flat if flat_weights is None else flat[flat_weights > 0]
         if entered.size and (entered.dtype.kind in STRINGS or self._names is not None):
             entered = self._number("Ledger.add", entered)
@@ -130,8 +131,14 @@ class Ledger:
         """Enter all that another rank's ledger of this epoch holds.
 
         Raises:
+            TypeError: the other is none.
             ValueError: the other is of another dataset or epoch.
         """
+        if not isinstance(other, Ledger):
+            raise TypeError(
+                f"Ledger.merge: other must be a Ledger, got {type(other).__name__}. Ledger.load and"
+                " Ledger.from_bytes read one."
+            )
         for name in ("num_examples", "epoch"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(

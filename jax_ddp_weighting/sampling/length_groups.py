@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int64, Num
 
-from jax_ddp_weighting._arguments import check_at_least, check_epoch, check_seed, check_weights
+from jax_ddp_weighting._arguments import (
+    check_at_least,
+    check_epoch,
+    check_seed,
+    check_weights,
+    read_numbers,
+)
 from jax_ddp_weighting.sampling.hashing import derive_digest, derive_key
 from jax_ddp_weighting.sampling.order import keyed_order
 
@@ -119,9 +125,9 @@ def grouped_order(
         >>> lengths[order(0)], lengths[order(1)]
         (array([3, 7, 9, 8, 1, 1, 2]), array([8, 9, 3, 7, 2, 1, 1]))
     """
-    values = np.asarray(lengths)
-    if values.size and values.dtype.kind not in "iuf":
-        raise TypeError(f"grouped_order: lengths must be numbers, got {values.dtype}.")
+    values = read_numbers("grouped_order: lengths", lengths)
+    if values.dtype.kind == "b":
+        raise TypeError("grouped_order: lengths must be numbers, got bool.")
     if values.ndim != 1:
         raise ValueError(
             f"grouped_order: lengths must have one axis, got shape {values.shape}. Give one for"

@@ -18,6 +18,7 @@ from jax_ddp_weighting._arguments import (
     check_seed,
     check_weights,
     list_some,
+    read_numbers,
 )
 from jax_ddp_weighting.sampling.audit import SourceAudit
 from jax_ddp_weighting.sampling.hashing import derive_digest, derive_key
@@ -253,9 +254,9 @@ SourceAudit(draws=6, epochs=0, unique=6, due=88))
             f"mixture_order: lengths must add up to at most 2**62, got {sum(counts)}. Ids are those"
             " of the concatenation."
         )
-    shares = np.asarray(proportions)
-    if shares.dtype.kind not in "iuf":
-        raise TypeError(f"mixture_order: proportions must be numbers, got {shares.dtype}.")
+    shares = read_numbers("mixture_order: proportions", proportions, "Give one for each source.")
+    if shares.dtype.kind == "b":
+        raise TypeError("mixture_order: proportions must be numbers, got bool.")
     if shares.shape != (len(counts),) or not counts:
         raise ValueError(
             f"mixture_order: proportions must be one for each source, got shape {shares.shape} for"

@@ -1,6 +1,7 @@
 """Strings as ids: numbered as they are met, so that what counts by number counts them too."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -36,6 +37,23 @@ class IdNames:
     def list_all(self) -> list[str]:
         """All ids, by number."""
         return list(self._numbers)
+
+
+def read_ids(argument: str, values: Any) -> np.ndarray:
+    """An array of ids, as numpy makes it, but not strings of numbers that lie beside strings.
+
+    Raises:
+        TypeError: some are strings and some numbers, of which numpy would make strings.
+        ValueError: numpy's, of rows of unequal length.
+    """
+    found = np.asarray(values)
+    spelled = found.dtype.kind in STRINGS and found.ndim and isinstance(values, list | tuple)
+    if spelled and any(isinstance(each, int | float | np.number) for each in values):
+        raise TypeError(
+            f"{argument} must be all integers or all strings, got some of each. One kind names an"
+            " example."
+        )
+    return found
 
 
 def read_names(function: str, names: Iterable[str], num_examples: int) -> IdNames:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jax_ddp_weighting._arguments import (
+    MAX_EXAMPLES,
     check_epoch,
     check_integer,
     check_length,
@@ -264,11 +265,11 @@ class GivenOrder:
             raise ValueError(f"{caller}: ids must have one axis, got shape {ids.shape}.")
         if ids.size and ids.dtype.kind not in "iu":
             raise TypeError(f"{caller}: ids must be integers, got {ids.dtype}.")
+        if ids.size and not 0 <= ids.min() <= ids.max() < MAX_EXAMPLES:
+            worst = ids.min() if ids.min() < 0 else ids.max()
+            rule = "at least 0" if worst < 0 else "below 2**62"
+            raise ValueError(f"{caller}: ids must be {rule}, got {worst}. Ids count from zero.")
         ids = ids.astype(np.int64)  # a copy: the caller's array may change
-        if ids.size and ids.min() < 0:
-            raise ValueError(
-                f"{caller}: ids must be at least 0, got {ids.min()}. Ids count from zero."
-            )
         if not self.repeats:
             ascending = np.sort(ids)
             again = np.unique(ascending[1:][ascending[1:] == ascending[:-1]])

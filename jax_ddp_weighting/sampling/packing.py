@@ -27,8 +27,9 @@ from jax_ddp_weighting.sampling.lengths import (
 )
 from jax_ddp_weighting.sampling.order import keyed_order
 from jax_ddp_weighting.sampling.packed_rows import NO_SEQUENCE
-from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
+from jax_ddp_weighting.sampling.plan import EpochPlan
 from jax_ddp_weighting.sampling.plan_options import check_epoch_of, check_shuffle
+from jax_ddp_weighting.sampling.slots import Slots
 
 _WINDOW = 2**14  # first fit looks at every row of a window for every sequence of it
 _JITTER = 2**16  # parts of a length that its jitter is counted in

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int64
 
-from jax_ddp_weighting.sampling.plan import Slots
 from jax_ddp_weighting.sampling.shapes import find_least_padding
+from jax_ddp_weighting.sampling.slots import Slots
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal, get_args
+from functools import cached_property
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int64, Integer, Real
+from jaxtyping import Float, Int64, Integer
 
 from jax_ddp_weighting._arguments import (
     check_below,
@@ -18,39 +18,18 @@ from jax_ddp_weighting._arguments import (
     check_rank,
     check_seed,
     check_up_to,
-    list_some,
 )
-from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit, audit_ids
+from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit
 from jax_ddp_weighting.sampling.block import Block
+from jax_ddp_weighting.sampling.epoch_order import EpochOrder, Order
 from jax_ddp_weighting.sampling.example_weights import ExampleWeights
-from jax_ddp_weighting.sampling.order import GivenOrder, keyed_order, torch_order
+from jax_ddp_weighting.sampling.order import GivenOrder
 from jax_ddp_weighting.sampling.order_functions import CalledOrder, OrderFunction
 from jax_ddp_weighting.sampling.plan_options import Tail, check_epoch_of, check_shuffle, check_tail
-
-Order = Literal["keyed", "torch"]
+from jax_ddp_weighting.sampling.run_audit import Run, count_run, walk_run
+from jax_ddp_weighting.sampling.slots import Slots
 
 _PLACES = "It counts places of the epoch's order."
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Some slots of an epoch: which example sits in each, and how much it counts.
-
-    Args:
-        ids: int64 example ids, any shape. Of a `DevicePlan` int32, on the device.
-        weights: int32 of the same shape: 1 where the slot counts, 0 where it is padding. Integers,
-            so that a sum of them counts exactly. float32 where the plan has weights of its own.
-        length: what every row of a step is padded to, where the plan has a say in it.
-
-    Example:
-        >>> slots = EpochPlan(5, num_replicas=2, batch_size=1, shuffle=False).slots(0, rank=1)
-        >>> slots.ids.tolist(), slots.weights.tolist()
-        ([1, 3, 0], [1, 1, 0])
-    """
-
-    ids: Integer[Any, "*shape"]
-    weights: Real[Any, "*shape"]
-    length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,20 +103,7 @@ class EpochPlan:
         if self.weights is not None:
             own = ExampleWeights.of(self.weights, self.num_examples, "EpochPlan: weights")
             object.__setattr__(self, "weights", own)
-        if isinstance(self.order, GivenOrder):
-            self._check_given(self.order)
-        elif isinstance(self.order, CalledOrder):
-            self._check_called(self.order)
-        elif not isinstance(self.order, str) or self.order not in get_args(Order):
-            raise ValueError(
-                f'EpochPlan: order must be "keyed" or "torch", got {self.order!r}.'
-                " For an order of your own, see EpochPlan.from_order."
-            )
-        elif self.order == "torch" and self.shuffle and self.num_examples >= 2**31:
-            raise ValueError(
-                'EpochPlan: num_examples must be below 2**31 with order="torch", got'
-                f' {self.num_examples}. order="keyed" takes up to 2**62.'
-            )
+        _ = self._order  # which checks itself
         self._check_start()
 
     def _check_start(self) -> None:
@@ -150,27 +116,6 @@ class EpochPlan:
             raise ValueError(
                 f"EpochPlan: only_epoch must be given with a start, got start={start} alone. Write"
                 " plan.resumed(epoch, position)."
-            )
-
-    def _check_given(self, order: GivenOrder) -> None:
-        if self.shuffle:
-            raise ValueError(
-                "EpochPlan: shuffle must be False with an order of your own, got True."
-                " It is kept as given."
-            )
-        beyond = order.ids[order.ids >= self.num_examples]
-        if beyond.size:
-            raise ValueError(
-                f"EpochPlan: ids of an order must be in [0, {self.num_examples}), got"
-                f" {list_some(beyond)}. For a part of a larger dataset, give num_examples; what a"
-                " sharded sampler yields is sharded already."
-            )
-
-    def _check_called(self, order: CalledOrder) -> None:
-        if order.num_examples != self.num_examples:
-            raise ValueError(
-                f"EpochPlan: num_examples must be those of its order, {order.num_examples}, got"
-                f" {self.num_examples}. Make the plan with EpochPlan.from_order."
             )
 
     @classmethod
@@ -297,10 +242,14 @@ class EpochPlan:
     def _left(self) -> int:
         return self.epoch_length - self.start
 
+    @cached_property
+    def _order(self) -> EpochOrder:
+        return EpochOrder(self.num_examples, self.shuffle, self.seed, self.order)
+
     @property
     def epoch_length(self) -> int:
         """Entries of an epoch's order: the number of examples, unless the order is your own."""
-        return self.num_examples if isinstance(self.order, str) else self.order.length
+        return self._order.length
 
     @property
     def num_samples(self) -> int:
@@ -342,12 +291,11 @@ class EpochPlan:
             epoch: the epoch, whose ids a function of your own is asked for: their digest stands for
                 it. Of every other order all epochs have one fingerprint.
         """
-        order = self.order
         found = {
             "num_examples": self.num_examples,
             "shuffle": self.shuffle,
             "seed": self.seed,
-            "order": order if isinstance(order, str) else order.describe(epoch),
+            "order": self._order.describe(epoch),
             "tail": self.tail,
         }
         return found if self.weights is None else found | {"weights": self.weights.digest}
@@ -449,8 +397,8 @@ class EpochPlan:
         return Slots(*block.copy_step(0))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: the fields, and no block."""
-        return {name: value for name, value in self.__dict__.items() if name != "_block"}
+        """What is pickled and copied: the fields, and nothing that is made of them."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def audit(self, epoch: int, *, limit: int = LISTED) -> EpochAudit:
         """What the slots of an epoch cover, in closed form, without walking them.
@@ -471,49 +419,13 @@ class EpochPlan:
         """
         epoch = self.check_epoch("EpochPlan.audit", epoch)
         limit = check_limit("EpochPlan.audit: limit", limit)
-        # Accepted slots are the first `accepted` places from `start` on, and places past the
-        # order's end begin it again. So counting needs no walk: a place is accepted `times` times,
-        # and the first `further` ones once more; only ids that are to be listed are looked up.
-        length, accepted = self.epoch_length, self.accepted_per_epoch
-        each, more = divmod(accepted, self.num_replicas)  # of the last round the first ranks
-        per_rank = (each + 1,) * more + (each,) * (self.num_replicas - more)
-        slots = self.num_samples * self.num_replicas
-        remedy = self._find_remedy()
+        run = Run(self._order, self.start, self.accepted_per_epoch, self.num_replicas)
         if not isinstance(self.order, str) or self.weights is not None:
-            read = self._look_up(epoch, (self.start + np.arange(accepted)) % max(length, 1))
-            own = None if self.weights is None else self.weights.values[read]
-            walked = audit_ids(read, self.num_examples, weights=own, epoch=epoch, limit=limit)
-            if own is not None:
-                counted = np.bincount(
-                    np.flatnonzero(own) % self.num_replicas, minlength=self.num_replicas
-                )
-                per_rank = tuple(counted.tolist())
-                read = read[own > 0]
-            mixture = self.order.sources if isinstance(self.order, CalledOrder) else None
-            sources = () if mixture is None else mixture.audit_sources(epoch, read)
-            found = {"slots": slots, "per_rank": per_rank, "remedy": remedy, "sources": sources}
-            return replace(walked, **found)
-        times, further = divmod(accepted, length) if length else (0, 0)
-        several = (length if times > 1 else further) if times else 0
-        missing = length - min(accepted, length)
-        copied = np.arange(min(several, limit))
-        cut = np.arange(accepted, accepted + min(missing, limit))
-        counts = times + (copied < further)
-        copied, cut = ((self.start + places) % max(length, 1) for places in (copied, cut))
-        duplicated = zip(self._look_up(epoch, copied).tolist(), counts.tolist(), strict=True)
-        return EpochAudit(
-            num_examples=self.num_examples,
-            slots=slots,
-            accepted=accepted,
-            unique=length - missing,
-            duplicated=dict(sorted(duplicated)),
-            omitted=tuple(np.sort(self._look_up(epoch, cut)).tolist()),
-            num_duplicated=several,
-            num_omitted=missing,
-            per_rank=per_rank,
-            weight_range=(times, times + (further > 0)),
-            epoch=epoch,
-            remedy=remedy,
+            found = walk_run(run, epoch, self.weights, limit)
+        else:
+            found = count_run(run, epoch, limit)
+        return replace(
+            found, slots=self.num_samples * self.num_replicas, remedy=self._find_remedy()
         )
 
     def _find_remedy(self) -> str | None:
@@ -541,30 +453,15 @@ class EpochPlan:
         beyond = places >= self.epoch_length
         if beyond.any():
             places[beyond] %= self.epoch_length
-        ids = self._look_up(epoch, places)
+        ids = self._order.look_up(epoch, places)
         if self.weights is not None:
             weights = np.where(weights > 0, self.weights.values[ids], np.float32(0))
         return Slots(ids, weights)
 
-    def _look_up(
-        self, epoch: int, places: Int64[np.ndarray, "*shape"]
-    ) -> Int64[np.ndarray, "*shape"]:
-        if not isinstance(self.order, str):
-            return self.order.take(epoch, places)
-        if not self.shuffle:
-            return places
-        if self.order == "torch":
-            return _make_torch_order(self.num_examples, self.seed + epoch)[places]
-        return keyed_order(places, self.num_examples, seed=self.seed, epoch=epoch)
-
     def check_epoch(self, function: str, epoch: int) -> int:
         """`epoch` as a Python int, if this plan has it; `function` is who asks."""
         epoch = check_epoch_of(self.only_epoch, function, epoch)
-        if self.order == "torch" and self.shuffle and self.seed + epoch >= 2**64:
-            raise ValueError(
-                f'{function}: seed + epoch must be below 2**64 with order="torch", got'
-                f" {self.seed} + {epoch}. torch adds the two; take a smaller seed."
-            )
+        self._order.check_epoch(function, epoch)
         return epoch
 
     def _check_step(self, argument: str, step: int) -> int:
@@ -580,10 +477,3 @@ def check_plan(argument: str, plan: object) -> None:
             " EpochPlan(num_examples, num_replicas, batch_size); a sampler's, of one row a step, is"
             " its `plan`."
         )
-
-
-@lru_cache(maxsize=2)  # one for training, one for evaluation: an order is 8 bytes an example
-def _make_torch_order(num_examples: int, seed: int) -> Int64[np.ndarray, " num_examples"]:
-    order = torch_order(num_examples, seed)
-    order.flags.writeable = False
-    return order

@@ -14,13 +14,15 @@ from jax_ddp_weighting._arguments import (
     check_length,
     check_num_replicas,
     check_rank,
+    check_seed,
     check_up_to,
 )
 from jax_ddp_weighting.sampling import adapters
+from jax_ddp_weighting.sampling.epoch_order import Order
 from jax_ddp_weighting.sampling.order import GivenOrder
 from jax_ddp_weighting.sampling.order_functions import CalledOrder, OrderFunction
-from jax_ddp_weighting.sampling.plan import EpochPlan, Order
-from jax_ddp_weighting.sampling.plan_options import Tail
+from jax_ddp_weighting.sampling.plan import EpochPlan
+from jax_ddp_weighting.sampling.plan_options import Tail, check_shuffle, check_tail
 from jax_ddp_weighting.sampling.reading import Reader
 from jax_ddp_weighting.sampling.resuming import make_state, read_state
 
@@ -90,6 +92,9 @@ class DistributedSampler:
         if tail is None:
             tail = "drop" if drop_last else "repeat"
         ranks = check_num_replicas("DistributedSampler: num_replicas", num_replicas)
+        seed = check_seed("DistributedSampler: seed", seed)  # or the plan would speak in the error
+        check_shuffle("DistributedSampler", shuffle)
+        check_tail("DistributedSampler", tail)
         length = _find_length(dataset)
         if callable(order):
             called = CalledOrder(order, repeats, length, "DistributedSampler: order")

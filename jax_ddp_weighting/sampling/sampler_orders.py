@@ -2,10 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from jax_ddp_weighting._arguments import check_epoch, check_seed
 from jax_ddp_weighting.sampling.hashing import derive_key
+
+_UNCOUNTED = 2**24
+"""So many ids are read of a sampler that has no `len`, or a wrong one: some never end."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,20 @@ class SamplerOrder:
     def __call__(self, epoch: int) -> list[int]:
         """The ids of an epoch."""
         epoch = check_epoch("sampler_order: epoch", epoch)
-        sampler = self.sampler
+        sampler: Any = self.sampler
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         elif hasattr(sampler, "generator"):
             self._seed_generator(epoch)
-        return list(sampler)
+        most = max(len(sampler) if hasattr(sampler, "__len__") else 0, _UNCOUNTED)
+        ids = list(islice(sampler, most + 1))
+        if len(ids) > most:
+            raise ValueError(
+                f"sampler_order: sampler must come to the end of its epoch, got more than {most}"
+                f" ids of a {type(sampler).__name__}. One that never ends has no epochs: give one"
+                " that yields the ids of each, or has a len()."
+            )
+        return ids
 
     def _seed_generator(self, epoch: int) -> None:
         # Without one, torch's samplers draw from the process's own stream: others on each rank.
@@ -70,7 +82,8 @@ def sampler_order(sampler: Iterable[int], *, seed: int = 0) -> SamplerOrder:
 
     Raises:
         TypeError: the sampler cannot be iterated, or but once.
-        ValueError: it yields one rank's share; or a seed is out of range.
+        ValueError: it yields one rank's share; or a seed is out of range. The function, when
+            called: the sampler does not end, after more ids than its `len` and 2**24.
 
     Example:
         >>> class Rolled:

@@ -272,11 +272,11 @@ def _fit_cells(pieces: Mapping[str, Piece], leaves: Mapping[str, Leaf]) -> list[
             used.add(name)
         return leaves.get(name)
 
-    def cut(piece: Piece, place: int, count: int = 1) -> Piece:
+    def cut(piece: Piece, place: int) -> Piece:
         if gates == " ":
             return piece
-        rows = place * width, (place + count) * width
-        return Piece(piece.name, (count * width, *piece.shape[1:]), rows)
+        rows = place * width, (place + 1) * width
+        return Piece(piece.name, (width, *piece.shape[1:]), rows)
 
     for side, whole in (("i", inputs), ("h", state)):
         if fused:

@@ -5,20 +5,19 @@ gradients do not, and an optimizer such as Adam hides a gradient that is wrong b
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
-import chex
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_microbatches, check_rtol
-from jax_ddp_weighting.data.batch import Batch, check_batch, place_batch
+from jax_ddp_weighting.data.batch import Batch, check_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.testing.comparison import (
     LeafDifference,
@@ -38,6 +37,7 @@ from jax_ddp_weighting.testing.rounding import (
     measure_rows,
 )
 from jax_ddp_weighting.testing.sharded_ranks import ShardedRanks, check_axes
+from jax_ddp_weighting.testing.whole_ranks import FAKE_PMAP, Given, OnRank, Ran, WholeRanks
 from jax_ddp_weighting.weighting.divisors import Divisors, check_divisors
 from jax_ddp_weighting.weighting.gradient import GlobalLoss, value_and_grad
 from jax_ddp_weighting.weighting.loss_terms import LossFn, check_coefficients
@@ -46,9 +46,6 @@ from jax_ddp_weighting.weighting.microbatches import Rows
 from jax_ddp_weighting.weighting.named_arguments import find_named
 from jax_ddp_weighting.weighting.param_specs import ParamSpecs
 from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics, sum_statistics
-
-# Beside the regimes proper: what `jax.pmap` becomes under `chex.fake_pmap`.
-_FAKE_PMAP = "fake_pmap"
 
 MakeGradient = Callable[..., Callable[..., tuple[Any, PyTree]]]
 
@@ -159,92 +156,139 @@ def check_gradients(
     microbatches = check_microbatches("check_gradients: microbatches", microbatches)
     if rtol is not None:
         check_rtol("check_gradients: rtol", rtol)
-    extras: dict[str, Any] = {"has_aux": True} if has_aux else {}
-    extras |= {} if state is None else {"has_state": True}
-    # only what is given: a gradient on trial need not take what is not used
-    extras |= {} if divisors is None else {"divisors": divisors}
-    extras |= {} if statistics is None else {"statistics": statistics}
-    own_specs = {"param_specs": param_specs or PartitionSpec()} if sharded else {}
     check_coefficients(coefficients, caller="check_gradients")
     check_divisors(divisors, coefficients, caller="check_gradients")
     check_statistics(statistics, caller="check_gradients")
-    options = {"microbatches": microbatches, "coefficients": coefficients, **extras}
-    _check_takes(gradient, {"axis_name": "data", **options, **own_specs})
+    options: dict[str, Any] = {"microbatches": microbatches, "coefficients": coefficients}
+    # only what is given: a gradient on trial need not take what is not used
+    options |= {"has_aux": True} if has_aux else {}
+    options |= {} if state is None else {"has_state": True}
+    options |= {} if divisors is None else {"divisors": divisors}
+    options |= {} if statistics is None else {"statistics": statistics}
+    specs = param_specs or PartitionSpec()
+    on_trial = options | {"param_specs": specs} if sharded else options
+    _check_takes(gradient, {"axis_name": "data", **on_trial})
     cast = as_float64 if float64 else lambda tree: jax.tree.map(as_host, tree)
     batch, params, state = cast(batch), cast(params), cast(state)
-    given = params, rng, state
-
-    def take(make: MakeGradient, axis_name: str | None, **options: Any) -> Callable[..., Any]:
-        def on_rank(given: tuple[PyTree, Any, PyTree], rows: Batch) -> dict[str, PyTree]:
-            params, rng, state = given
-            # Closed over: an rng that were handed on would be folded with each microbatch's number.
-            loss_of = loss_fn if rng is None else partial(_call_with_rng, loss_fn, rng)
-            own = dict(options)
-            if statistics is not None:
-                own["statistics"] = _close_over_rng(statistics, rng, state)
-            keywords = {} if state is None else {"state": state}
-            return _unpack(make(loss_of, axis_name=axis_name, **own)(params, rows, **keywords))
-
-        return on_rank
-
-    positional = () if rng is None else (rng,)
-    keywords = {} if state is None else {"state": state}
-
-    def measure() -> dict[str, float]:
-        found = {}
-        if statistics is not None:
-            own = _close_over_rng(statistics, rng, state)
-            whole = {"microbatches": 1, "axis_name": None}
-            found["statistics"] = sum_statistics(own, params, Rows(batch), state, **whole)
-
-        def sums_of(params: PyTree, rows: Batch) -> Any:
-            out = loss_fn(params, rows, *positional, **keywords, **found)
-            return out[0] if isinstance(out, tuple) else out
-
-        return measure_rows(sums_of, params, batch, coefficients, divisors)
-
-    def right_of(given: tuple[PyTree, Any, PyTree], batch: Batch) -> dict[str, PyTree]:
-        if reference is None:
-            return take(value_and_grad, None, **options | {"microbatches": 1})(given, batch)
-        return take_reference(reference, given, batch, coefficients=coefficients, divisors=divisors)
+    trial = _Trial(loss_fn, batch, params, rng, state, options)
 
     with jax.enable_x64(True) if float64 else nullcontext():
-        with explain_axis():
-            right = jax.jit(right_of)(given, batch)
-        sizes = cache(measure)
+        right = trial.find_right(reference)
         found = []
         for split in deals:
             rows = _deal_rows(batch, split, microbatches)
+            if sharded:
+                ranks = ShardedRanks(len(split), axes, specs, params)
+            else:
+                ranks = WholeRanks(len(split))
             for engine in engines:
-                on_rank = take(
-                    gradient, None if engine == "jit" else "data", **options, **own_specs
-                )
-                if sharded:
-                    specs = param_specs or PartitionSpec()
-                    ranks = ShardedRanks(len(split), axes, specs, params)
-                    run, args, read = ranks.run(on_rank, given, rows, engine)
-                else:
-                    run, args, read = _prepare(on_rank, given, rows, len(split), engine)
-                compared: list[LeafDifference] = []
-                with explain_axis():
-                    gots = read(run(*args))
-                for got in gots:
-                    against = partial(
-                        compare, got, right, split=split, engine=engine, rtol=rtol,
-                        caller="check_gradients",
-                    )  # fmt: skip
-                    differences = against(sizes={"params": find_largest(right["params"])})
-                    if not all(each.equal for each in differences):
-                        # What measuring costs is spent only where something seems to be wrong.
-                        narrowest = find_narrowest(run, *args)
-                        again = against(sizes=sizes(), narrowest=narrowest)
-                        differences = list(map(_choose, differences, again))
-                    compared += differences
+                axis_name = None if engine == "jit" else "data"
+                on_rank = trial.take(gradient, axis_name=axis_name, **on_trial)
+                ran = ranks.run(on_rank, trial.given, rows, engine)
+                compared = trial.compare(ran, right, split=split, engine=engine, rtol=rtol)
                 found += ParityReport(tuple(compared)).by_leaf()  # of several ranks the worst
     report = ParityReport(tuple(found))
     if report.wrong:
         raise ParityError(_write_message(report, microbatches), report)
     return report
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """A loss and all that it is given: its gradient on a rank, on one device, and by its rows.
+
+    Attributes:
+        loss_fn: the loss.
+        batch: the whole batch, in numpy as all that follows.
+        params: the parameters.
+        rng: the key, or None.
+        state: the model's state, or None.
+        options: what `value_and_grad` is called with for it, beside the axis and specs.
+    """
+
+    loss_fn: LossFn
+    batch: Batch
+    params: PyTree
+    rng: Any
+    state: PyTree
+    options: Mapping[str, Any]
+
+    @property
+    def given(self) -> Given:
+        return self.params, self.rng, self.state
+
+    @property
+    def _keywords(self) -> dict[str, Any]:
+        return {} if self.state is None else {"state": self.state}
+
+    def take(self, make: MakeGradient, **options: Any) -> OnRank:
+        """What a rank runs to take its gradient, made by `make` with these options."""
+
+        def on_rank(given: Given, rows: Batch) -> dict[str, PyTree]:
+            params, rng, state = given
+            loss_fn, own = self.loss_fn, dict(options)
+            # Closed over: an rng that were handed on would be folded with each microbatch's number.
+            loss_of = loss_fn if rng is None else partial(_call_with_rng, loss_fn, rng)
+            if "statistics" in own:
+                own["statistics"] = _close_over_rng(own["statistics"], rng, state)
+            keywords = {} if state is None else {"state": state}
+            return _unpack(make(loss_of, **own)(params, rows, **keywords))
+
+        return on_rank
+
+    def find_right(self, reference: Callable[..., Any] | None) -> dict[str, PyTree]:
+        """The loss and the gradient on one device: of the reference, or of the loss itself."""
+        terms = {name: self.options.get(name) for name in ("coefficients", "divisors")}
+
+        def right_of(given: Given, batch: Batch) -> dict[str, PyTree]:
+            if reference is not None:
+                return take_reference(reference, given, batch, **terms)
+            whole = {**self.options, "microbatches": 1}
+            return self.take(value_and_grad, axis_name=None, **whole)(given, batch)
+
+        with explain_axis():
+            return jax.jit(right_of)(self.given, self.batch)
+
+    def compare(self, ran: Ran, right: dict[str, PyTree], **where: Any) -> Iterator[LeafDifference]:
+        """Every leaf that ranks have found, compared with what is right.
+
+        Args:
+            ran: what runs them, its arguments, and what reads their results.
+            right: the right loss and gradients.
+            where: the split and the engine, for the report, and what difference is allowed.
+        """
+        run, args, read = ran
+        with explain_axis():
+            gots = read(run(*args))
+        for got in gots:
+            against = partial(compare, got, right, caller="check_gradients", **where)
+            differences = against(sizes={"params": find_largest(right["params"])})
+            if not all(each.equal for each in differences):
+                # What measuring costs is spent only where something seems to be wrong.
+                narrowest = find_narrowest(run, *args)
+                again = against(sizes=self._sizes, narrowest=narrowest)
+                differences = list(map(_choose, differences, again))
+            yield from differences
+
+    @cached_property
+    def _sizes(self) -> dict[str, float]:
+        """What the rows contribute to each leaf, added up without their signs."""
+        coefficients, divisors, statistics = map(
+            self.options.get, ("coefficients", "divisors", "statistics")
+        )
+        positional = () if self.rng is None else (self.rng,)
+        found = {}
+        if statistics is not None:
+            own = _close_over_rng(statistics, self.rng, self.state)
+            whole = {"microbatches": 1, "axis_name": None}
+            rows = Rows(self.batch)
+            found["statistics"] = sum_statistics(own, self.params, rows, self.state, **whole)
+
+        def sums_of(params: PyTree, rows: Batch) -> Any:
+            out = self.loss_fn(params, rows, *positional, **self._keywords, **found)
+            return out[0] if isinstance(out, tuple) else out
+
+        return measure_rows(sums_of, self.params, self.batch, coefficients, divisors)
 
 
 def _close_over_rng(statistics: Statistics, rng: Any, state: PyTree) -> Statistics:
@@ -293,43 +337,6 @@ def _unpack(out: Any) -> dict[str, PyTree]:
     return {"loss": loss.value if isinstance(loss, GlobalLoss) else loss, "params": gradients}
 
 
-def _prepare(
-    on_rank: Callable[..., Any], given: PyTree, rows: Batch, ranks: int, engine: str
-) -> tuple[Callable[..., Any], tuple[PyTree, Batch], Callable[..., list[dict[str, PyTree]]]]:
-    """A function of all ranks' rows in one regime, and its arguments where they belong.
-
-    And what reads the results off: one, or one per rank where ranks can be seen apart.
-    """
-    if engine == _FAKE_PMAP:
-
-        def faked(given: PyTree, by_rank: Batch) -> Any:
-            # It drops whatever it doesn't know, `out_axes` and `devices` among it, without a word,
-            # so results come stacked over the ranks. And it patches `jax.pmap` where that is looked
-            # up, so the call must stand in the block, and a `from jax import pmap` is not faked.
-            with chex.fake_pmap(jit_result=True):
-                return jax.pmap(on_rank, "data", in_axes=(None, 0))(given, by_rank)
-
-        by_rank = jax.tree.map(
-            lambda leaf: leaf.reshape(ranks, leaf.shape[0] // ranks, *leaf.shape[1:]), rows
-        )
-        return faked, (given, by_rank), partial(_see_apart, ranks=ranks)
-    if engine == "vmap":  # one device holds all ranks
-        mesh = AbstractMesh((ranks,), ("data",))
-    else:
-        mesh = meshes.data_mesh(ranks)
-        given = meshes.place(given, meshes.replicated_sharding(mesh))
-        rows = place_batch(rows, meshes.row_sharding(mesh, "data"), caller="check_gradients")
-    return jax.jit(meshes.over_ranks(on_rank, mesh, engine=engine)), (given, rows), _as_one
-
-
-def _as_one(out: dict[str, PyTree]) -> list[dict[str, PyTree]]:
-    return [out]
-
-
-def _see_apart(out: dict[str, PyTree], ranks: int) -> list[dict[str, PyTree]]:
-    return [jax.tree.map(lambda leaf, rank=rank: leaf[rank], out) for rank in range(ranks)]
-
-
 def _check_splits(splits: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
     deals = as_splits(splits)
     if not deals:
@@ -348,14 +355,14 @@ def _check_splits(splits: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
 
 def _check_engines(engines: Sequence[str], axes: Mapping[str, int]) -> None:
     wanted = [engines] if isinstance(engines, str) else list(engines)
-    known = (*meshes.ENGINES, _FAKE_PMAP)
+    known = (*meshes.ENGINES, FAKE_PMAP)
     unknown = [each for each in wanted if each not in known]
     if isinstance(engines, str) or unknown or not wanted:
         raise ValueError(
             f"check_gradients: engines must be a list of some of {', '.join(known)}, got "
             f"{engines!r}. Leave it out for all of ENGINES."
         )
-    one_axis = [each for each in wanted if each in ("pmap", _FAKE_PMAP)]
+    one_axis = [each for each in wanted if each in ("pmap", FAKE_PMAP)]
     if axes and one_axis:
         raise ValueError(
             f"check_gradients: engines must map several axes where axes= are given, got "
@@ -389,11 +396,11 @@ def _write_message(report: ParityReport, microbatches: int) -> str:
     return (
         f"{len(wrong)} of {len(report.differences)} gradient leaves differ at rtol="
         f"{worst.rtol:g}; worst {worst.leaf} {worst.shape}: {ratio} on {where}. "
-        f"{_explain(worst, ranks, microbatches)}\n{describe(wrong)}"
+        f"{_explain(worst, wrong, microbatches)}\n{describe(wrong)}"
     )
 
 
-def _explain(worst: LeafDifference, ranks: int, microbatches: int) -> str:
+def _explain(worst: LeafDifference, wrong: Sequence[LeafDifference], microbatches: int) -> str:
     if worst.rounded_by:
         allowed = "1e-5" if worst.rounded_by == "float32" else f"{round_up(worst.difference):g}"
         return (
@@ -406,22 +413,38 @@ def _explain(worst: LeafDifference, ranks: int, microbatches: int) -> str:
             "Rows count by other weights than their own: look for a mean taken on one rank or "
             "microbatch before the sums met, or ask diagnose for its name."
         )
-    for factor, meaning in (
-        (ranks, "equal to the number of ranks means the gradient was summed twice"),
-        (1 / ranks, "of one over the number of ranks means it was averaged after being divided"),
+    for by_ranks, by_microbatches, meaning in (
+        (1, 0, "equal to the number of ranks means the gradient was summed twice"),
+        (-1, 0, "of one over the number of ranks means it was averaged after being divided"),
         (
-            microbatches,
+            *(0, 1),
             "equal to the number of microbatches means that they were added where the loss had "
             "been scaled for a mean",
         ),
         (
-            1 / microbatches,
+            *(0, -1),
             "of one over the number of microbatches means that they were averaged after being "
             "divided",
         ),
-        (ranks * microbatches, "equal to ranks times microbatches means that nothing was averaged"),
-        (1 / (ranks * microbatches), "of one over ranks times microbatches means two averages"),
+        (1, 1, "equal to ranks times microbatches means that nothing was averaged"),
+        (-1, -1, "of one over ranks times microbatches means two averages"),
     ):
-        if factor != 1 and np.isclose(worst.ratio, factor, rtol=1e-3):
+
+        def fits(
+            each: LeafDifference, powers: tuple[int, int] = (by_ranks, by_microbatches)
+        ) -> bool:
+            factor = float(len(each.split)) ** powers[0] * float(microbatches) ** powers[1]
+            near = max(1e-3, each.rtol)
+            if factor == 1 or each.ratio is None:
+                return False
+            return bool(np.isclose(each.ratio, factor, near))
+
+        # of a cause all splits show its own factor: one that fits the worst alone is by chance
+        if fits(worst) and all(map(fits, wrong)):
             return f"A ratio {meaning}."
+    if len({round(each.ratio, 2) for each in wrong if each.ratio is not None}) > 1:
+        return (
+            "A ratio that changes with the split means that a mean was taken before the sums met, "
+            "as of each rank's rows inside loss_fn; check_additive tells."
+        )
     return "A constant ratio means that the denominator is wrong and the rows' weights are right."

@@ -113,6 +113,9 @@ def per_example_gradients(
         The structure of `params` (for an nnx model, the `nnx.State` of its parameters, as
         `nnx.grad` returns it), every leaf `[examples, ...]`.
 
+    Raises:
+        TypeError: a parameter is no float, or the loss no scalar.
+
     Example:
         >>> gradients = per_example_gradients(lambda w, x: w * x, 2.0, jnp.array([1.0, 3.0]))
         >>> gradients.tolist()
@@ -120,12 +123,31 @@ def per_example_gradients(
     """
     from flax import nnx  # here: the rest of this module needs no flax
 
+    def loss_of(params: Any, example: Any) -> Any:
+        loss = loss_of_example(params, example)
+        is_number = hasattr(loss, "dtype") or isinstance(loss, int | float)
+        if not is_number or np.shape(loss):
+            shape = f" of shape {np.shape(loss)}" if hasattr(loss, "dtype") else ""
+            raise TypeError(
+                "per_example_gradients: loss_of_example must return a scalar, got"
+                f" {type(loss).__name__}{shape}. It is the loss of one example: sum over its"
+                " tokens, or take the total of its WeightedSum."
+            )
+        return loss
+
     if not isinstance(params, nnx.Module):
-        return jax.vmap(jax.grad(loss_of_example), in_axes=(None, 0))(params, examples)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                raise TypeError(
+                    "per_example_gradients: params must be floating point, got"
+                    f" {jnp.result_type(leaf)} at params{jax.tree_util.keystr(path)}. What is no"
+                    " parameter the functions may close over."
+                )
+        return jax.vmap(jax.grad(loss_of), in_axes=(None, 0))(params, examples)
     graph, state, rest = nnx.split(params, nnx.Param if wrt is None else wrt, ...)
 
     def loss_of_state(state: Any, example: Any) -> Any:
-        return loss_of_example(nnx.merge(graph, state, rest), example)
+        return loss_of(nnx.merge(graph, state, rest), example)
 
     return jax.vmap(jax.grad(loss_of_state), in_axes=(None, 0))(state, examples)
 
@@ -160,7 +182,7 @@ def _flatten(
                 "is over examples, the same in every leaf."
             )
         target_eps, own_eps = max(target_eps, _eps(a.dtype)), max(own_eps, _eps(b.dtype))
-        a, b = a.astype(float).reshape(-1), b.astype(float).reshape(b.shape[0], -1)
+        a, b = _as_reals(a.reshape(-1)), _as_reals(b.reshape(b.shape[0], -1))
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             whose = "gradient" if not np.isfinite(a).all() else "per_example_gradients"
             raise ValueError(
@@ -170,6 +192,13 @@ def _flatten(
         targets.append(a)
         owns.append(b)
     return targets, owns, target_eps, own_eps
+
+
+def _as_reals(values: np.ndarray) -> np.ndarray:
+    """In float64, imaginary parts beside real ones: weights are real, and both are sums by them."""
+    if not np.iscomplexobj(values):
+        return values.astype(float)
+    return np.concatenate([np.real(values), np.imag(values)], axis=-1).astype(float)
 
 
 def _eps(dtype: Any) -> float:

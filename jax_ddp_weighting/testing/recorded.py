@@ -16,6 +16,7 @@ from jax_ddp_weighting.testing.recording import (
     RANK,
     WEIGHTS,
 )
+from jax_ddp_weighting.testing.row_table import RowTable
 
 Named = Mapping[str, np.ndarray]
 
@@ -90,7 +91,7 @@ def lay_out_step(
     )
 
 
-def diagnose_recorded(step: RecordedStep, *, rtol: float = 1e-3) -> Diagnosis:
+def diagnose_recorded(step: RecordedStep) -> Diagnosis:
     """The convention of one step that was written down.
 
     The rule: as for `diagnose_step`. Rows of weight 0 whose own gradient is 0 or not finite are
@@ -111,15 +112,11 @@ def diagnose_recorded(step: RecordedStep, *, rtol: float = 1e-3) -> Diagnosis:
     solved = effective_weights(
         {name: np.asarray(step.gradient[name]) for name in own},
         {name: np.asarray(x)[used] for name, x in step.per_example.items()},
-        rtol=rtol,
     )
-    counts = np.zeros(count)
-    counts[used] = solved
-    shape, place = _place(step)
-    laid_out, counted = np.zeros(shape), np.zeros(shape)
-    laid_out[step.rank, step.microbatch, place] = weights
-    counted[step.rank, step.microbatch, place] = counts
-    found = diagnose_weights(counted, laid_out, rtol=rtol)
+    numbers = int(step.rank.max()) + 1, int(step.microbatch.max()) + 1
+    table = RowTable.of(step.rank, step.microbatch, *numbers)
+    laid_out = table.lay_out(weights)
+    found = diagnose_weights(table.lay_out(solved, used), laid_out)
     found = replace(found, shown="the step is as recorded")
     if found.convention != "unknown" or "global_mean" not in found.alternatives:
         return found
@@ -139,16 +136,6 @@ def diagnose_recorded(step: RecordedStep, *, rtol: float = 1e-3) -> Diagnosis:
         advice="Nothing to mend in this step: every example counts as its weight, once.",
         alternatives=tuple(name for name in found.alternatives if name != "global_mean"),
     )
-
-
-def _place(step: RecordedStep) -> tuple[tuple[int, int, int], np.ndarray]:
-    """The shape of the table, and each example's place in its microbatch."""
-    ranks, microbatches = int(step.rank.max()) + 1, int(step.microbatch.max()) + 1
-    part = step.rank * microbatches + step.microbatch
-    order = np.argsort(part, kind="stable")
-    place = np.empty(len(part), int)
-    place[order] = np.arange(len(part)) - np.searchsorted(part[order], part[order])
-    return (ranks, microbatches, int(place.max()) + 1), place
 
 
 def _check_step(step: RecordedStep, weights: np.ndarray) -> None:

@@ -17,13 +17,8 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting.data.batch import Batch, place_batch
 from jax_ddp_weighting.distributed import mesh as meshes
+from jax_ddp_weighting.testing.whole_ranks import Given, OnRank, Ran
 from jax_ddp_weighting.weighting.param_specs import ParamSpecs, sharded_axes
-
-Given = tuple[PyTree, Any, PyTree]
-"""Parameters, a key or None, a state or None."""
-
-OnRank = Callable[[Given, Batch], dict[str, PyTree]]
-"""`(given, rows) -> {"loss": ..., "params": gradients}`, on one rank."""
 
 
 class ShardedRanks:
@@ -55,10 +50,8 @@ class ShardedRanks:
                         f"{self.axes}. Choose another split of rows, or another size."
                     )
 
-    def run(
-        self, on_rank: OnRank, given: Given, rows: Batch, engine: str
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any], list[dict[str, PyTree]]]]:
-        """A function, its arguments, and what reads results off what it returns.
+    def run(self, on_rank: OnRank, given: Given, rows: Batch, engine: str) -> Ran:
+        """What runs all of them.
 
         Args:
             on_rank: what each rank runs on its shards and its rows.

@@ -20,6 +20,7 @@ from jax_ddp_weighting.testing.conventions import deviation
 from jax_ddp_weighting.testing.diagnosis import Diagnosis, diagnose_weights
 from jax_ddp_weighting.testing.per_example import effective_weights, per_example_gradients
 from jax_ddp_weighting.testing.probing import say_unsteady
+from jax_ddp_weighting.testing.row_table import RowTable
 from jax_ddp_weighting.testing.trials import prepare_trial
 from jax_ddp_weighting.weighting.sums import WeightedSum
 
@@ -142,31 +143,22 @@ def diagnose_step(
             f"diagnose_step: batch must have one weight for each row, got shape {weights.shape}. "
             "What several examples in a row weigh is the weight of loss_of_example's WeightedSum."
         )
+    if not weights.any():
+        raise ValueError(
+            f"diagnose_step: batch must have rows of weight above 0, got none of {len(weights)}. A"
+            " step without weight shows nothing."
+        )
     rank, num_ranks = _assign_rows("ranks", ranks, np.zeros(len(weights), int))
     micro, num_micro = _assign_rows("microbatches", microbatches, rank)
-    if num_micro % calls:
-        raise ValueError(
-            f"diagnose_step: calls must divide the {num_micro} microbatches, got {calls}. Each "
-            "call is given as many of them."
-        )
-    dealt = micro // (num_micro // calls)
-    batches = [_take(batch, np.flatnonzero(dealt == call)) for call in range(calls)]
-    if calls == 1:
-        batches = [batch]
-    part = rank * num_micro + micro
-    order = np.argsort(part, kind="stable")
-    place = np.empty_like(part)
-    place[order] = np.arange(len(part)) - np.searchsorted(part[order], part[order])
-
+    batches = _split_calls(batch, micro, num_micro, calls)
+    table = RowTable.of(rank, micro, num_ranks, num_micro)
     own_params, wrt, gradient_of = prepare_trial(
         params, learning_rate=learning_rate, optimizer=optimizer
     )
     own, row_weights = _differentiate_rows(loss_of_example, own_params, batch.data, keys, wrt)
     rest = () if rng is None else (rng,)
-    shape = (num_ranks, num_micro, int(place.max()) + 1)
-    laid_out, counted = np.zeros(shape), np.zeros(shape)
-    laid_out[rank, micro, place] = weights * row_weights
-    rows = _find_solvable(own, laid_out[rank, micro, place])
+    weights = weights * row_weights
+    laid_out, rows = table.lay_out(weights), _find_solvable(own, weights)
     shown = jax.tree.map(lambda leaf: leaf[rows], own)
 
     def run() -> PyTree:
@@ -192,15 +184,25 @@ def diagnose_step(
         if is_unsteady():
             return say_unsteady()
         raise
-    counted[rank[rows], micro[rows], place[rows]] = solved
+    counted = table.lay_out(solved, rows)
     found = replace(diagnose_weights(counted, laid_out, rtol=rtol), shown="the batch is yours")
     if found.convention == "unknown" and is_unsteady():
         return say_unsteady(shown=found.shown, weights=laid_out, counted=counted)
     return found
 
 
-def _take(batch: Batch, rows: np.ndarray) -> Batch:
-    return jax.tree.map(lambda leaf: leaf[rows], batch)
+def _split_calls(batch: Batch, microbatch: np.ndarray, number: int, calls: int) -> list[Batch]:
+    """The rows that each of some calls of a step is given: as many microbatches of each rank."""
+    if number % calls:
+        raise ValueError(
+            f"diagnose_step: calls must divide the {number} microbatches, got {calls}. Each "
+            "call is given as many of them."
+        )
+    if calls == 1:
+        return [batch]
+    call_of = microbatch // (number // calls)
+    rows = [np.flatnonzero(call_of == call) for call in range(calls)]
+    return [jax.tree.map(lambda leaf, own=own: leaf[own], batch) for own in rows]
 
 
 def _differentiate_rows(

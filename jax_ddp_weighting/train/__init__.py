@@ -12,6 +12,7 @@ from jax_ddp_weighting.train.batch_norm import BatchNorm
 from jax_ddp_weighting.train.checkpoints import RestoredRun, finish_saving, restore_run, save_run
 from jax_ddp_weighting.train.epoch import make_train_epoch
 from jax_ddp_weighting.train.epoch_program import EpochReport
+from jax_ddp_weighting.train.optax_epoch import make_optax_epoch
 from jax_ddp_weighting.train.optax_step import make_optax_step
 from jax_ddp_weighting.train.shards import clip_by_global_norm, global_norm
 from jax_ddp_weighting.train.step import StepReport
@@ -33,6 +34,7 @@ __all__ = [
     "global_norm",
     "make_nnx_train_epoch",
     "make_nnx_train_step",
+    "make_optax_epoch",
     "make_optax_step",
     "make_train_epoch",
     "make_train_step",

@@ -1,7 +1,8 @@
 """Gradient accumulation for optax in which every microbatch counts as its weight."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial, wraps
+from dataclasses import dataclass
+from functools import wraps
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_ddp_weighting._arguments import check_integer, check_weights
@@ -21,62 +21,13 @@ from jax_ddp_weighting.train.shards import (
     find_axes,
     find_typed_axes,
 )
+from jax_ddp_weighting.train.skipping import apply_unless
 from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
 from jax_ddp_weighting.weighting.param_specs import ParamSpecs
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 T = TypeVar("T")
-
-
-def apply_unless(skipped: Bool[Array, ""], apply: Callable[[T], T], carried: T) -> T:
-    """`apply(carried)`, or `carried` as it is; differentiable in all that `apply` is made of.
-
-    A loop of one turn or none, because a loop works in place: `lax.cond` would copy what it is to
-    leave alone, parameters and moments, at every step (a tenth of a small step's time on the CPU).
-    """
-    leaves, structure = jax.tree.flatten(carried)
-    apply_flat, closed_over = _hoist(
-        lambda *flat: jax.tree.leaves(apply(structure.unflatten(flat))), leaves
-    )
-    return structure.unflatten(_apply_in_loop(apply_flat, skipped, leaves, closed_over))
-
-
-Leaves = list[Any]
-
-
-def _hoist(
-    fn: Callable[..., Leaves], leaves: Leaves
-) -> tuple[Callable[[Leaves, Leaves], Leaves], Leaves]:
-    """The function with all that it has closed over as an argument, which JAX can differentiate.
-
-    (`jax.closure_convert` leaves integers and keys where they are, and they leak.)
-    """
-    closed = jax.make_jaxpr(fn)(*leaves)
-
-    def hoisted(leaves: Leaves, closed_over: Leaves) -> Leaves:
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, closed_over))(*leaves)
-
-    return hoisted, closed.consts
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _apply_in_loop(apply: Any, skipped: Array, leaves: Leaves, closed_over: Leaves) -> Leaves:
-    def turn(loop: tuple[Array, Leaves]) -> tuple[Array, Leaves]:
-        return jnp.zeros_like(loop[0]), apply(loop[1], closed_over)
-
-    return jax.lax.while_loop(lambda loop: loop[0], turn, (~skipped, leaves))[1]
-
-
-@_apply_in_loop.defjvp
-def _differentiate(apply: Any, primals: Any, tangents: Any) -> tuple[Leaves, Leaves]:
-    # Only where somebody differentiates: JAX cannot go backwards through a loop of unknown length.
-    skipped, *arguments = primals
-
-    def choose(leaves: Leaves, closed_over: Leaves) -> Leaves:
-        return jax.lax.cond(skipped, lambda x: x, lambda x: apply(x, closed_over), leaves)
-
-    return jax.jvp(choose, tuple(arguments), tuple(tangents[1:]))
 
 
 class WeightedMultiStepsState(NamedTuple):
@@ -212,32 +163,41 @@ def weighted_multi_steps(
         (-5.0, 2)
     """
     _check_arguments(optimizer, every_k_steps, gradients_of)
-    inner = optax.with_extra_args_support(optimizer)
+    windows = _Windows(
+        inner=optax.with_extra_args_support(optimizer),
+        every_k_steps=every_k_steps,
+        gradients_of=gradients_of,
+        use_grad_mean=use_grad_mean,
+        should_skip_update_fn=should_skip_update_fn,
+        param_specs=param_specs,
+    )
+    return WeightedMultiSteps(windows.init, windows.update)
 
-    def find_axes_of(updates: PyTree, weight: Any) -> Axes:
-        if param_specs is None:
-            return find_typed_axes(updates, weight)
-        return find_axes(param_specs, updates, caller="weighted_multi_steps", noun="updates")
 
-    def should_skip(
-        updates: PyTree, step: Array, params: PyTree | None, own: Axes
-    ) -> tuple[Array, PyTree]:
-        if should_skip_update_fn is None:
-            return jnp.zeros((), bool), ()
-        decide = decide_over_shards(should_skip_update_fn, own, caller="weighted_multi_steps")
-        skip, skip_state = decide(updates, step, params)
-        return _check_verdict(skip), skip_state
+@dataclass(frozen=True)
+class _Windows:
+    """The arguments of `weighted_multi_steps`, checked, and the two functions that they make.
 
-    def init(params: PyTree) -> WeightedMultiStepsState:
+    `inner` is its `optimizer`; the other fields bear the names of its arguments.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    every_k_steps: int | Callable[[Any], Any]
+    gradients_of: str
+    use_grad_mean: bool
+    should_skip_update_fn: Callable[..., tuple[Any, PyTree]] | None
+    param_specs: ParamSpecs | None
+
+    def init(self, params: PyTree) -> WeightedMultiStepsState:
         gradient_step = jnp.zeros((), jnp.int32)
-        own = find_axes_of(params, gradient_step)
+        own = self._find_axes(params, gradient_step)
         zeros = jax.tree.map(lambda p: mesh.zeros_like(p, jnp.result_type(p)), params)
         return WeightedMultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
-            inner_opt_state=inner.init(params),
+            inner_opt_state=self.inner.init(params),
             acc_grads=jax.tree.map(_make_accumulator, params),
-            skip_state=should_skip(zeros, gradient_step, params, own)[1],
+            skip_state=self._ask_to_skip(zeros, gradient_step, params, own)[1],
             weight=jnp.zeros((), jnp.result_type(float)),
             acc_value=jnp.zeros((), jnp.result_type(float)),
             stepped=jnp.zeros((), bool),
@@ -245,6 +205,7 @@ def weighted_multi_steps(
         )
 
     def update(
+        self,
         updates: PyTree,
         state: Any,  # a WeightedMultiStepsState; optax types states as any pytree
         params: PyTree | None = None,
@@ -254,50 +215,25 @@ def weighted_multi_steps(
         **extra_args: Any,
     ) -> tuple[PyTree, WeightedMultiStepsState]:
         given = _check_weight(weight, state.weight.dtype)
-        own = find_axes_of(updates, given)
-        skip, skip_state = should_skip(updates, state.gradient_step, params, own)
+        own = self._find_axes(updates, given)
+        skip, skip_state = self._ask_to_skip(updates, state.gradient_step, params, own)
         bad = ~((given >= 0) & (given < jnp.inf))  # NaN too
         # Both at once, or a window would be divided by the weight of a gradient that it lacks.
         weight = jnp.where(bad | skip, 0, given)
         total = state.weight + weight
-
-        def add(new: Array, acc: Array) -> Array:
-            new, own, all_of_it = (x.astype(acc.dtype) for x in (new, weight, total))
-            if use_grad_mean:
-                # what `acc` moves by, so that it stays a mean: MultiSteps' field is one
-                new = new if gradients_of == "total" else new * own
-                change = divide(new - acc * own, all_of_it)
-            else:
-                change = new if gradients_of == "total" else new * own
-            # selected, since an empty microbatch's gradient is often 0/0, and 0 * NaN is NaN
-            return acc + jnp.where(weight > 0, change, 0)
-
-        acc_grads = jax.tree.map(add, updates, state.acc_grads)
-        acc_value = state.acc_value
-        if _is_number(extra_args.get("value")):
-            acc_value = add(jnp.asarray(extra_args["value"]), acc_value)
-        k = every_k_steps(state.gradient_step) if callable(every_k_steps) else every_k_steps
+        acc_grads, acc_value = self._accumulate(updates, state, extra_args, weight, total)
+        every_k = self.every_k_steps
+        k = every_k(state.gradient_step) if callable(every_k) else every_k
         mini_step = jnp.where(skip, state.mini_step, state.mini_step + 1)
         closes = (~skip & (mini_step >= k)) | jnp.asarray(flush)
         steps = closes & (total > 0)
 
-        def step(inner_opt_state: PyTree) -> tuple[PyTree, PyTree]:
-            grads = jax.tree.map(lambda g, acc: acc.astype(g.dtype), updates, acc_grads)
+        def step(grads: PyTree, inner_opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             extra = _make_extra_args_of_window(extra_args, acc_value, grads)
-            return inner.update(grads, inner_opt_state, params, weight=total, **extra)
+            return self.inner.update(grads, inner_opt_state, params, weight=total, **extra)
 
-        def update_shards(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
-            extra = _make_extra_args_of_window(extra_args, acc_value, updates)
-            return inner.update(updates, inner_state, params, weight=total, **extra)
-
-        given_shards = updates, state.inner_opt_state, params
-        check_updates(update_shards, *given_shards, own, caller="weighted_multi_steps")
-        # The zeros of a call that does not step must be of the type that the optimizer returns,
-        # which need not be the gradient's: a loop carries one type.
-        shapes, _ = jax.eval_shape(step, state.inner_opt_state)
-        zeros = jax.tree.map(lambda g, s: mesh.zeros_like(g, s.dtype), updates, shapes)
-        new_updates, inner_opt_state = apply_unless(
-            ~steps, lambda waiting: step(waiting[1]), (zeros, state.inner_opt_state)
+        new_updates, inner_opt_state = _step_if(
+            steps, step, acc_grads, updates, state.inner_opt_state, params, own
         )
         return new_updates, WeightedMultiStepsState(
             mini_step=jnp.where(closes, 0, mini_step),
@@ -311,7 +247,74 @@ def weighted_multi_steps(
             bad_weights=state.bad_weights + bad.astype(jnp.int32),
         )
 
-    return WeightedMultiSteps(init, update)
+    def _find_axes(self, updates: PyTree, weight: Any) -> Axes:
+        if self.param_specs is None:
+            return find_typed_axes(updates, weight)
+        return find_axes(self.param_specs, updates, caller="weighted_multi_steps", noun="updates")
+
+    def _ask_to_skip(
+        self, updates: PyTree, step: Array, params: PyTree | None, own: Axes
+    ) -> tuple[Array, PyTree]:
+        if self.should_skip_update_fn is None:
+            return jnp.zeros((), bool), ()
+        ask = decide_over_shards(self.should_skip_update_fn, own, caller="weighted_multi_steps")
+        skip, skip_state = ask(updates, step, params)
+        return _check_verdict(skip), skip_state
+
+    def _accumulate(
+        self, updates: PyTree, state: Any, given: dict[str, Any], weight: Array, total: Array
+    ) -> tuple[PyTree, Array]:
+        """The gradients and the value of the window, this microbatch among them."""
+
+        def add(new: Array, acc: Array) -> Array:
+            new, own, all_of_it = (x.astype(acc.dtype) for x in (new, weight, total))
+            if self.use_grad_mean:
+                # what `acc` moves by, so that it stays a mean: MultiSteps' field is one
+                new = new if self.gradients_of == "total" else new * own
+                change = divide(new - acc * own, all_of_it)
+            else:
+                change = new if self.gradients_of == "total" else new * own
+            # selected, since an empty microbatch's gradient is often 0/0, and 0 * NaN is NaN
+            return acc + jnp.where(weight > 0, change, 0)
+
+        acc_value = state.acc_value
+        acc_grads = jax.tree.map(add, updates, state.acc_grads)
+        if _is_number(given.get("value")):
+            acc_value = add(jnp.asarray(given["value"]), acc_value)
+        return acc_grads, acc_value
+
+
+def _step_if(
+    steps: Array,
+    step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]],
+    acc_grads: PyTree,
+    updates: PyTree,
+    inner_opt_state: PyTree,
+    params: PyTree,
+    own: Axes,
+) -> tuple[PyTree, PyTree]:
+    """What `step(gradients, state, params)` makes of the window; zeros and the old state without.
+
+    Args:
+        steps: whether the window steps.
+        step: the inner optimizer's update.
+        acc_grads: the window's gradients, which it is given in the dtypes of `updates`.
+        updates: the microbatch's.
+        inner_opt_state: the inner optimizer's state.
+        params: the parameters, or None.
+        own: the axes that each is sharded over.
+    """
+    check_updates(step, updates, inner_opt_state, params, own, caller="weighted_multi_steps")
+
+    def step_window(inner_opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        grads = jax.tree.map(lambda g, acc: acc.astype(g.dtype), updates, acc_grads)
+        return step(grads, inner_opt_state, params)
+
+    # The zeros of a call that does not step must be of the type that the optimizer returns, which
+    # need not be the gradient's: a loop carries one type.
+    shapes, _ = jax.eval_shape(step_window, inner_opt_state)
+    zeros = jax.tree.map(lambda g, s: mesh.zeros_like(g, s.dtype), updates, shapes)
+    return apply_unless(~steps, lambda waiting: step_window(waiting[1]), (zeros, inner_opt_state))
 
 
 def _make_extra_args_of_window(

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.weighting.counts import is_bad
 from jax_ddp_weighting.weighting.dtypes import widen
 from jax_ddp_weighting.weighting.sums import divide
 
@@ -148,6 +149,9 @@ def batch_statistics(
     # Counted by row first: integers stay exact up to the one cast, and no count passes 2**31.
     positions = math.prod(x.shape[i] for i in over if weights.shape[i] == 1)
     count = jnp.sum(weights).astype(floating) * float(positions)
+    # A weight that cannot count makes the step one without weight, as it does in a loss: NaN is not
+    # above 0, on any rank that it reaches.
+    count = jnp.where(jnp.any(is_bad(weights)), jnp.nan, count)
     weights = weights.astype(floating)
     # padding may be NaN, and 0 * NaN is NaN
     kept = jnp.where(weights != 0, x, jnp.zeros((), x.dtype))

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed import mesh as meshes
+from jax_ddp_weighting.distributed.placement import check_tree_not_cut
 from jax_ddp_weighting.distributed.under_way import hold_back
 from jax_ddp_weighting.train.batch_layout import BatchLayout
 
@@ -98,6 +99,7 @@ class CompiledStep:
         """What is no row, on every device of the mesh; as it is, where it lies there already."""
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
             return _place_shapes(tree, self._replicated)
+        check_tree_not_cut(tree, "replicated", caller="train step")
         return meshes.place(tree, self._replicated)
 
     def lower(self, carried: Any, batch: Batch, *rest: Any) -> Any:
@@ -119,6 +121,7 @@ class CompiledStep:
                 batch = meshes.place(batch, self._replicated)
             else:
                 batch = self._rows.place(batch)
+        check_tree_not_cut(carried, "state", caller="train step")
         leaves = list(map(_strengthen_type, meshes.place(leaves, self._replicated)))
         carried, shardings = structure.unflatten(leaves), _shardings(leaves)
         if (structure, shardings) not in self._jitted:

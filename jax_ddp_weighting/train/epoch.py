@@ -1,5 +1,6 @@
 """An epoch of a flax `TrainState` as one program, without a host between its steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,6 @@ from jax.stages import Lowered
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.device_plan import DevicePlan
-from jax_ddp_weighting.data.device_rows import check_plan_of_mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.sampling.plan import EpochPlan
 from jax_ddp_weighting.train.epoch_program import (
@@ -16,9 +16,8 @@ from jax_ddp_weighting.train.epoch_program import (
     EpochProgram,
     EpochReport,
     Progress,
-    check_engine,
 )
-from jax_ddp_weighting.train.train_state import make_train_step
+from jax_ddp_weighting.train.train_state import compile_state_step
 from jax_ddp_weighting.weighting.loss_terms import LossFn
 
 
@@ -44,35 +43,17 @@ class TrainEpoch:
         """The state after the epoch, and the reports of its steps."""
         return self.program(
             state,
-            *(data, epoch, rng, optimizer_args),
+            *(data, epoch, rng),
             epochs=epochs,
             start_step=start_step,
             replicated=replicated,
             on_device=on_device,
+            **optimizer_args,
         )
 
-    def lower(
-        self,
-        state: Any,
-        data: PyTree,
-        epoch: Any = None,
-        rng: Array | None = None,
-        *,
-        epochs: Any = None,
-        start_step: int = 0,
-        replicated: PyTree = None,
-        on_device: DevicePlan | None = None,
-        **optimizer_args: Any,
-    ) -> Lowered:
-        """JAX's `Lowered` of the program for these arguments, or their shapes: nothing is run."""
-        return self.program.lower(
-            state,
-            *(data, epoch, rng, optimizer_args),
-            epochs=epochs,
-            start_step=start_step,
-            replicated=replicated,
-            on_device=on_device,
-        )
+    def lower(self, state: Any, *args: Any, **named: Any) -> Lowered:
+        """JAX's `Lowered` for the arguments of a call, or their shapes: nothing is run."""
+        return self.program.lower(state, *args, **named)
 
 
 def make_train_epoch(
@@ -85,6 +66,7 @@ def make_train_epoch(
     donate: bool = True,
     progress: Progress | None = None,
     progress_every: int = 1,
+    mutable: str | Sequence[str] = (),
     **options: Any,
 ) -> TrainEpoch:
     """A compiled epoch `(state, data, epoch, rng=None) -> (state, reports)` for a `TrainState`.
@@ -107,7 +89,9 @@ def make_train_epoch(
             step, not once a rank, and on the first process alone. It must not call JAX. Left out,
             nothing leaves the devices.
         progress_every: of every how many steps it is told.
-        options: the others of `make_train_step`.
+        mutable: names of flax collections that the model updates, as in `make_train_step`.
+        options: the others of `make_train_step`: `microbatches`, `coefficients`, `divisors`,
+            `statistics`, `skip_empty`, `rng_per`, `gather_per`, `grad_norm`, `batch_spec`.
 
     Returns:
         A function that compiles once for all epochs. `data` is a pytree of arrays
@@ -156,11 +140,8 @@ def make_train_epoch(
         >>> reports.weight.tolist()
         [[2, 2, 1], [2, 2, 1], [2, 2, 1]]
     """
-    caller = "make_train_epoch"
-    check_engine(engine, caller=caller)
-    check_plan_of_mesh(plan, mesh, axis_name, caller=caller)
-    # of axes of type Auto, over which rows may be taken without a word on where they go
-    auto = Mesh(mesh.devices, mesh.axis_names)
-    step = make_train_step(loss_fn, auto, axis_name=axis_name, engine=engine, **options)
-    epoch = EpochOptions(caller, auto, plan, axis_name, donate, progress, progress_every)
-    return TrainEpoch(EpochProgram(step.compiled, epoch))
+    of_epoch = EpochOptions(
+        *("make_train_epoch", mesh, plan, axis_name, engine, donate, progress, progress_every)
+    )
+    step = compile_state_step(loss_fn, mutable, of_epoch.of_step(options))
+    return TrainEpoch(EpochProgram(step, of_epoch))

@@ -1,7 +1,7 @@
 """What the makers of epochs have in common: all steps of a plan in one compiled scan."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +13,14 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting._arguments import check_at_least, check_epoch, check_integer, check_up_to
 from jax_ddp_weighting.data.device_plan import DevicePlan
-from jax_ddp_weighting.data.device_rows import check_rows_of_plan, take_batch
+from jax_ddp_weighting.data.device_rows import check_plan_of_mesh, check_rows_of_plan, take_batch
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.distributed.placement import check_tree_not_cut
 from jax_ddp_weighting.sampling.plan import EpochPlan
 from jax_ddp_weighting.train.compilation import CompiledStep
 from jax_ddp_weighting.train.step import check_key
+from jax_ddp_weighting.train.step_options import StepOptions
 from jax_ddp_weighting.weighting.gradient import GlobalLoss
 
 CALLER = "train epoch"
@@ -80,10 +82,11 @@ class EpochOptions:
 
     Attributes:
         caller: the maker, which speaks in errors.
-        mesh: the mesh, its axes of type Auto.
+        mesh: the mesh; its axes become those of type Auto.
         plan: who reads what.
         axis_name: the data axis.
-        donate: whether the state may be written into.
+        engine: `"shard_map"` or `"jit"`.
+        donate: whether what is carried may be written into.
         progress: what is told of steps, or None.
         progress_every: of every how many.
     """
@@ -92,11 +95,20 @@ class EpochOptions:
     mesh: Mesh
     plan: EpochPlan
     axis_name: AxisName
-    donate: bool = True
-    progress: Progress | None = None
-    progress_every: int = 1
+    engine: str
+    donate: bool
+    progress: Progress | None
+    progress_every: int
 
     def __post_init__(self) -> None:
+        if self.engine not in ("shard_map", "jit"):
+            raise ValueError(
+                f'{self.caller}: engine must be "shard_map" or "jit", got {self.engine!r}. pmap is'
+                " a program of its own and cannot be part of one."
+            )
+        check_plan_of_mesh(self.plan, self.mesh, self.axis_name, caller=self.caller)
+        # over such axes rows may be taken without a word on where they go
+        object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
         if self.progress is not None and not callable(self.progress):
             raise TypeError(
                 f"{self.caller}: progress must be a function (epoch, step, loss), got "
@@ -104,6 +116,22 @@ class EpochOptions:
             )
         argument, remedy = f"{self.caller}: progress_every", "1 tells of every step."
         check_at_least(argument, self.progress_every, 1, remedy)
+
+    def of_step(self, options: Mapping[str, Any]) -> StepOptions:
+        """The options of the steps: those that an epoch has itself, and the others, as they came.
+
+        Raises:
+            TypeError: one has another name than those of a step.
+        """
+        own = {"engine": self.engine, "axis_name": self.axis_name, "donate": self.donate}
+        known = {each.name for each in fields(StepOptions)} - {"caller", "mesh", *own}
+        for name in options:
+            if name not in known:
+                raise TypeError(
+                    f"{self.caller}() got an unexpected keyword argument {name!r}. Its steps take "
+                    f"{', '.join(sorted(known))}."
+                )
+        return StepOptions(self.caller, self.mesh, **own, **options)
 
 
 class EpochProgram:
@@ -143,14 +171,14 @@ class EpochProgram:
     def _prepare(
         self,
         data: PyTree,
-        epoch: Any,
-        rng: Array | None,
-        extra: dict[str, Any],
+        epoch: Any = None,
+        rng: Array | None = None,
         *,
         epochs: Any = None,
         start_step: int = 0,
         replicated: PyTree = None,
         on_device: DevicePlan | None = None,
+        **extra: Any,
     ) -> tuple[Any, ...]:
         if rng is not None:
             check_key(rng)
@@ -166,6 +194,7 @@ class EpochProgram:
         else:
             self._check_on_device(on_device)
             on_device = meshes.place(on_device, self._everywhere)
+        check_tree_not_cut(replicated, "replicated", caller="train epoch")
         rng, replicated, extra = meshes.place((rng, replicated, extra), self._everywhere)
         return data, on_device, turns, rng, extra, replicated
 
@@ -301,12 +330,3 @@ def _find_epochs(epochs: Any) -> list[int]:
 def _pin(leaf: Any, sharding: Any) -> Any:
     """A leaf of what is carried, where it lay before: XLA is not to move it within the loop."""
     return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
-
-
-def check_engine(engine: Any, *, caller: str) -> None:
-    """Raises `ValueError` for an engine whose steps cannot be part of a program."""
-    if engine not in ("shard_map", "jit"):
-        raise ValueError(
-            f'{caller}: engine must be "shard_map" or "jit", got {engine!r}. pmap is a'
-            " program of its own and cannot be part of one."
-        )

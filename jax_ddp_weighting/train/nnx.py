@@ -1,6 +1,6 @@
 """The same training step for an `nnx.Module` and its `nnx.Optimizer`, both updated in place."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.batch_layout import BatchSpec, find_axis_name
+from jax_ddp_weighting.train.batch_layout import BatchSpec
 from jax_ddp_weighting.train.compilation import CompiledStep
 from jax_ddp_weighting.train.loss_scale import is_scale
 from jax_ddp_weighting.train.optimizer import (
@@ -23,16 +23,14 @@ from jax_ddp_weighting.train.optimizer import (
 )
 from jax_ddp_weighting.train.shards import global_norm
 from jax_ddp_weighting.train.step import (
-    StepOptions,
     StepReport,
-    Varying,
     check_call,
-    check_takes,
     global_step,
 )
+from jax_ddp_weighting.train.step_options import StepOptions, Varying
 from jax_ddp_weighting.weighting.divisors import Divisors
 from jax_ddp_weighting.weighting.loss_terms import LossFn
-from jax_ddp_weighting.weighting.statistics import Statistics, call_statistics
+from jax_ddp_weighting.weighting.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -122,38 +120,27 @@ def make_nnx_train_step(
         loss_fn: `loss_fn(model, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
             that `coefficients` combines; `loss_fn(model, batch, rng)` where the step is given an
             rng. It may update the model's variables, and add or remove none.
-        mesh: a mesh with the data axis. Parameters may be sharded over any of its axes: each
-            stays where it lies, and so does the optimizer's state.
+        mesh: a mesh with the data axis, over any of whose axes parameters may be sharded.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
-        coefficients: one factor per term; 0 for one that is only to be reported. A function of the
-            step, such as a schedule of optax's, is called with `optimizer.step`.
+        coefficients: one factor per term, as in `make_train_step`; functions of the step are called
+            with `optimizer.step`.
         divisors: what terms are divided by in place of their weights, as in `make_train_step`.
-        statistics: sums over all rows of the step that `loss_fn` is given as `statistics=`, as in
-            `make_train_step`: `statistics(model, batch)`. What it changes in the model is dropped.
+        statistics: `statistics(model, batch)`, sums over all rows of the step, as in
+            `make_train_step`. What it changes in the model is dropped.
         skip_empty: whether a step in which nothing has weight is skipped, as in `make_train_step`.
         rng_per: `"rank"` folds the rng, and the model's own random streams, with the rank; the
             global view of `jit` has one for all rows. `"example"` gives `loss_fn` an array of keys
             `[rows]`, each made of the rng and the row's id alone, and refuses a model that draws
             from streams of its own.
-        gather_per: of parameters that are sharded over the data axis, under `"shard_map"`: `"step"`
-            gathers each once per step and scatters its gradient once, `"microbatch"` does so once
-            per microbatch, and accumulates shards alone. (XLA decides it under `"jit"`.)
+        gather_per: when parameters that are sharded over the data axis are gathered, as in
+            `make_train_step`.
         grad_norm: whether `report.grad_norm` is the norm of the global gradient.
         donate: whether the step may write into the arrays of the model and the optimizer. With
             False whoever else holds them may go on reading, at the price of a second set in memory.
-        batch_spec: how the rows lie on the mesh, where that is over more than the data axis: a
-            `PartitionSpec` for every leaf of the batch's data, `P(("replica", "fsdp"))` or, where
-            the tokens of a row lie on several ranks, `P("data", "seq")`; or a pytree of them, in
-            the structure of the data or of its first levels. Weights and ids lie as the rows do.
-            Over axes that `axis_name` does not name, `loss_fn` sees all that there is, as in the
-            global view, and XLA splits the work: it is written as for one device. Over those that
-            it names, a rank sees its own part, and `loss_fn` says by hand what ranks tell each
-            other: with `axis_name=("data", "seq")` it is given its own tokens, and its sums are
-            added up over both axes, those of weights too. (A key of `rng_per="example"` is then the
-            row's on each of its ranks: fold the index on the axis in.)
-        axis_name: the data axis, or several; by default those that `batch_spec` shards rows over,
-            and `"data"` without it.
+        batch_spec: how the rows lie on the mesh, where that is over more than the data axis, as in
+            `make_train_step`.
+        axis_name: the data axis, or several, as in `make_train_step`.
 
     Returns:
         A function that compiles once for a run, short last steps included, and as often as the
@@ -166,6 +153,7 @@ def make_nnx_train_step(
     Raises:
         ValueError: as `make_train_step`; or a variable was added or removed, or a random stream
             drawn from where keys are per example.
+            The step: the optimizer is one of another model, or trains none of its parameters.
         TypeError: the step is given something else than a model, an `nnx.Optimizer`, a `Batch` and
             a key; or a `DynamicScale` in one of them, which `make_train_step` alone knows.
 
@@ -185,19 +173,26 @@ def make_nnx_train_step(
         (True, 20)
     """
     options = StepOptions(
-        caller="make_nnx_train_step",
-        mesh=mesh,
+        "make_nnx_train_step",
+        mesh,
         microbatches=microbatches,
         engine=engine,
         coefficients=coefficients,
-        rng_per=rng_per,
-        axis_name=find_axis_name(axis_name, batch_spec, caller="make_nnx_train_step"),
-        gather_per=gather_per,
-        batch_spec=batch_spec,
         divisors=divisors,
-        skip_empty=skip_empty,
         statistics=statistics,
+        skip_empty=skip_empty,
+        rng_per=rng_per,
+        gather_per=gather_per,
+        grad_norm=grad_norm,
+        donate=donate,
+        batch_spec=batch_spec,
+        axis_name=axis_name,
     )
+    return NnxTrainStep(compile_nnx_step(loss_fn, options))
+
+
+def compile_nnx_step(loss_fn: LossFn, options: StepOptions) -> CompiledStep:
+    """The step of a model and its optimizer, for makers whose options are checked."""
 
     def step(
         placement: Any,
@@ -208,12 +203,8 @@ def make_nnx_train_step(
         replicated: PyTree,
     ) -> tuple[Any, StepReport]:
         model_def, params, keys, rest, optimizer = carried
-        gradient_of = global_step(
-            _of_model(loss_fn, model_def, optimizer.wrt, options),
-            options,
-            _statistics_of_model(model_def, optimizer.wrt, options),
-        )
-        gradient = partial(gradient_of, placement[1])
+        kind = _Module(model_def, optimizer.wrt, options)
+        gradient = partial(global_step(loss_fn, kind, options), placement[1])
         old = {"streams": keys, "variables": rest}
         given = old, batch, rng, replicated, Varying(options.call_schedules(optimizer.step[...]))
         report, gradients, state = gradient(params, *given)
@@ -239,76 +230,64 @@ def make_nnx_train_step(
         (params, optimizer), stepped = run_optimizer(
             tx, opt_state, offered, for_tx, report.skipped, apply, (params, optimizer)
         )
-        norm = global_norm(gradients) if grad_norm else None
+        norm = global_norm(gradients) if options.grad_norm else None
         carried = (model_def, params, keys, state["variables"], optimizer)
         return carried, replace(report, stepped=stepped, grad_norm=norm)
 
-    def check(
-        carried: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
-    ) -> None:
-        del replicated  # anything that a loss function may be given
+    def check(carried: Any, batch: Batch, rng: Any, extra: dict[str, Any], _: PyTree) -> None:
         *model, optimizer = carried
         _check_without_scale(nnx.merge(*model, copy=True), optimizer)
+        _check_trains(model[1], optimizer)
         check_call(batch, rng, options)
         check_optimizer(optimizer.tx, optimizer.opt_state, extra)
 
-    return NnxTrainStep(CompiledStep(step, options.mesh, options.rows, check=check, donate=donate))
+    return CompiledStep(step, options.mesh, options.rows, check=check, donate=options.donate)
 
 
-def _of_model(
-    loss_fn: LossFn, model_def: Any, wrt: Any, options: StepOptions
-) -> Callable[..., Any]:
-    """The loss as a function of the model's parameters, with the rest of the model as its state."""
+@dataclass(frozen=True)
+class _Module:
+    """An `nnx.Module` of a rank's own, with random streams of the rank's own (a `ModelKind`)."""
 
-    def of_model(
-        params: PyTree, batch: Batch, *rng: Array, state: PyTree, **given: Any
-    ) -> tuple[Any, PyTree]:
-        arguments = "model, batch, rng" if rng else "model, batch"
-        given = options.find_for_loss(loss_fn, given)
-        check_takes(options.caller, loss_fn, arguments, 2 + len(rng), given)
-        model = _merge(model_def, params, state, options)
-        sums = loss_fn(model, batch, *rng, **given)
-        new_def, _, _, variables = nnx.split(model, wrt, nnx.RngKey, ...)
-        if new_def != model_def:
+    model_def: Any
+    wrt: Any
+    options: StepOptions
+    noun: str = "model"
+
+    def hand_out(self, params: PyTree, state: PyTree) -> tuple[Any, dict[str, Any]]:
+        keys, axis_name = state["streams"], self.options.mapped_axis
+        if axis_name is not None and self.options.rng_per != "example":
+            rank = jax.lax.axis_index(axis_name)
+            keys = jax.tree.map(lambda key: _fold_rank(key, rank), keys)
+        return nnx.merge(self.model_def, params, keys, state["variables"], copy=True), {}
+
+    def take_back(self, first: Any, out: Any, state: PyTree) -> tuple[Any, PyTree]:
+        new_def, _, _, variables = self._split(first)
+        if new_def != self.model_def:
             raise ValueError(
-                f"{options.caller}: loss_fn must leave the model's structure as it is, got a model "
-                "with other variables or attributes than before. Return what you would keep in "
-                "them as a term, or take them out with nnx.pop."
+                f"{self.options.caller}: loss_fn must leave the model's structure as it is, got a "
+                "model with other variables or attributes than before. Return what you would keep "
+                "in them as a term, or take them out with nnx.pop."
             )
-        if options.rng_per == "example":
-            _check_nothing_drawn(options.caller, "loss_fn", state["variables"], variables)
-        return sums, {"streams": state["streams"], "variables": variables}
+        self._check_nothing_drawn("loss_fn", state, variables)
+        return out, {"streams": state["streams"], "variables": variables}
 
-    return of_model
+    def check_unused(self, first: Any, state: PyTree) -> None:
+        self._check_nothing_drawn("statistics", state, self._split(first)[3])
 
+    def _split(self, model: Any) -> Any:
+        return nnx.split(model, self.wrt, nnx.RngKey, ...)
 
-def _statistics_of_model(model_def: Any, wrt: Any, options: StepOptions) -> Statistics | None:
-    """The step's statistics as a function of the model's parameters and its state."""
-    statistics = options.statistics
-    if statistics is None:
-        return None
-
-    def of_model(
-        params: PyTree, batch: Batch, *, state: PyTree, rng: Any = None, replicated: PyTree = None
-    ) -> PyTree:
-        model = _merge(model_def, params, state, options)
-        offered = {"rng": rng, "replicated": replicated}
-        found = call_statistics(statistics, model, batch, offered, names="model, batch")
-        if options.rng_per == "example":
-            variables = nnx.split(model, wrt, nnx.RngKey, ...)[3]
-            _check_nothing_drawn(options.caller, "statistics", state["variables"], variables)
-        return found
-
-    return of_model
-
-
-def _merge(model_def: Any, params: PyTree, state: PyTree, options: StepOptions) -> Any:
-    """A model of the rank's own, with the rank's own random streams."""
-    keys = state["streams"]
-    if options.mapped_axis is not None and options.rng_per != "example":
-        rank = jax.lax.axis_index(options.mapped_axis)
-        keys = jax.tree.map(lambda key: _fold_rank(key, rank), keys)
-    return nnx.merge(model_def, params, keys, state["variables"], copy=True)
+    def _check_nothing_drawn(self, name: str, state: PyTree, variables: PyTree) -> None:
+        if self.options.rng_per != "example":
+            return
+        of_each = (state["variables"], variables)
+        counts = [jax.tree.leaves(nnx.filter_state(each, nnx.RngCount)) for each in of_each]
+        if any(old is not new for old, new in zip(*counts, strict=True)):
+            raise ValueError(
+                f"{self.options.caller}: {name} must draw from its rng alone where "
+                "rng_per='example', got a model that drew from a stream of its own, which knows no "
+                "examples. Pass keys to its layers, or build it without rngs."
+            )
 
 
 def _find_variables(tree: Any) -> list[nnx.Variable]:
@@ -322,16 +301,6 @@ def _fold_rank(key: Array, rank: Array) -> Array:
     return fold(key, rank)
 
 
-def _check_nothing_drawn(caller: str, name: str, before: PyTree, after: PyTree) -> None:
-    counts = [jax.tree.leaves(nnx.filter_state(each, nnx.RngCount)) for each in (before, after)]
-    if any(old is not new for old, new in zip(*counts, strict=True)):
-        raise ValueError(
-            f"{caller}: {name} must draw from its rng alone where rng_per='example', got a model "
-            "that drew from a stream of its own, which knows no examples. Pass keys to its layers, "
-            "or build it without rngs."
-        )
-
-
 def _check_without_scale(model: Any, optimizer: Any) -> None:
     for tree in (model, optimizer):
         for path, node in nnx.iter_graph(tree):
@@ -343,6 +312,30 @@ def _check_without_scale(model: Any, optimizer: Any) -> None:
                     "for nnx take value_and_grad with the scale as a traced coefficient, and "
                     "divide the gradients by it in float32."
                 )
+
+
+def _check_trains(params: PyTree, optimizer: Any) -> None:
+    """Raises `ValueError` for an optimizer that was made for other parameters, or that has none."""
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"train step: optimizer must train parameters of the model, got wrt={optimizer.wrt!r}, "
+            "which none of its variables is. nnx.Optimizer(model, tx, wrt=nnx.Param) trains all."
+        )
+    known = set(_name_leaves(params))
+    states = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda node: isinstance(node, nnx.State))
+    for state in states:
+        named = _name_leaves(state) if isinstance(state, nnx.State) else []
+        strange = [name for name in named if name not in known]
+        if strange:
+            raise ValueError(
+                "train step: optimizer must be made for this model, got one whose state is of "
+                f"{strange[0]}, which the model has not. Make it of the model that it is to train, "
+                "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            )
+
+
+def _name_leaves(tree: PyTree) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _check_pair(model: Any, optimizer: Any) -> None:

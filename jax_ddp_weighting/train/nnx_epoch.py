@@ -9,7 +9,6 @@ from jax.stages import Lowered
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.device_plan import DevicePlan
-from jax_ddp_weighting.data.device_rows import check_plan_of_mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.sampling.plan import EpochPlan
 from jax_ddp_weighting.train.epoch_program import (
@@ -17,9 +16,8 @@ from jax_ddp_weighting.train.epoch_program import (
     EpochProgram,
     EpochReport,
     Progress,
-    check_engine,
 )
-from jax_ddp_weighting.train.nnx import make_nnx_train_step, split_pair, update_pair
+from jax_ddp_weighting.train.nnx import compile_nnx_step, split_pair, update_pair
 from jax_ddp_weighting.weighting.loss_terms import LossFn
 
 
@@ -46,38 +44,21 @@ class NnxTrainEpoch:
         """The reports of the epoch's steps; model and optimizer are updated in place."""
         carried, reports = self.program(
             split_pair(model, optimizer),
-            *(data, epoch, rng, optimizer_args),
+            *(data, epoch, rng),
             epochs=epochs,
             start_step=start_step,
             replicated=replicated,
             on_device=on_device,
+            **optimizer_args,
         )
         update_pair(model, optimizer, carried)
         return reports
 
     def lower(
-        self,
-        model: nnx.Module,
-        optimizer: nnx.Optimizer,
-        data: PyTree,
-        epoch: Any = None,
-        rng: Array | None = None,
-        *,
-        epochs: Any = None,
-        start_step: int = 0,
-        replicated: PyTree = None,
-        on_device: DevicePlan | None = None,
-        **optimizer_args: Any,
+        self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Any, **named: Any
     ) -> Lowered:
-        """JAX's `Lowered` of the program for these arguments: nothing is run."""
-        return self.program.lower(
-            split_pair(model, optimizer),
-            *(data, epoch, rng, optimizer_args),
-            epochs=epochs,
-            start_step=start_step,
-            replicated=replicated,
-            on_device=on_device,
-        )
+        """JAX's `Lowered` for the arguments of a call: nothing is run."""
+        return self.program.lower(split_pair(model, optimizer), *args, **named)
 
 
 def make_nnx_train_epoch(
@@ -107,7 +88,8 @@ def make_nnx_train_epoch(
         donate: whether the program may write into the arrays of model and optimizer, as in a step.
         progress: `progress(epoch, step, loss)`, as in `make_train_epoch`.
         progress_every: of every how many steps it is told.
-        options: the others of `make_nnx_train_step`.
+        options: the others of `make_nnx_train_step`: `microbatches`, `coefficients`, `divisors`,
+            `statistics`, `skip_empty`, `rng_per`, `gather_per`, `grad_norm`, `batch_spec`.
 
     Returns:
         A function that compiles once for all epochs, and for each structure of the model, as after
@@ -135,11 +117,8 @@ def make_nnx_train_epoch(
         >>> reports.loss.value.shape, int(optimizer.step[...])
         ((8, 3), 24)
     """
-    caller = "make_nnx_train_epoch"
-    check_engine(engine, caller=caller)
-    check_plan_of_mesh(plan, mesh, axis_name, caller=caller)
-    # of axes of type Auto, over which rows may be taken without a word on where they go
-    auto = Mesh(mesh.devices, mesh.axis_names)
-    step = make_nnx_train_step(loss_fn, auto, axis_name=axis_name, engine=engine, **options)
-    epoch = EpochOptions(caller, auto, plan, axis_name, donate, progress, progress_every)
-    return NnxTrainEpoch(EpochProgram(step.compiled, epoch))
+    of_epoch = EpochOptions(
+        *("make_nnx_train_epoch", mesh, plan, axis_name, engine, donate, progress, progress_every)
+    )
+    step = compile_nnx_step(loss_fn, of_epoch.of_step(options))
+    return NnxTrainEpoch(EpochProgram(step, of_epoch))

@@ -14,25 +14,24 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.batch_layout import BatchSpec, find_axis_name
+from jax_ddp_weighting.train.batch_layout import BatchSpec
 from jax_ddp_weighting.train.boxes import free_boxes
 from jax_ddp_weighting.train.compilation import CompiledStep
 from jax_ddp_weighting.train.loss_scale import is_scale
 from jax_ddp_weighting.train.optimizer import check_optimizer
 from jax_ddp_weighting.train.step import (
-    StepOptions,
     StepReport,
     check_call,
-    check_takes,
     global_step,
 )
+from jax_ddp_weighting.train.step_options import StepOptions
 from jax_ddp_weighting.train.train_state import step_state
 from jax_ddp_weighting.weighting.divisors import Divisors
 from jax_ddp_weighting.weighting.loss_terms import LossFn
-from jax_ddp_weighting.weighting.statistics import Statistics, call_statistics
+from jax_ddp_weighting.weighting.statistics import Statistics
 
 
-class _Carried(NamedTuple):
+class Carried(NamedTuple):
     """What a step is given and gives back; a pytree of arrays alone."""
 
     params: PyTree
@@ -40,10 +39,34 @@ class _Carried(NamedTuple):
     model_state: PyTree
     step: Any
 
+    def hand_back(self) -> tuple[PyTree, ...]:
+        """What the user goes on with: the model's state where there is one, the count not."""
+        kept = () if self.model_state is None else (self.model_state,)
+        return self.params, self.opt_state, *kept
+
+
+def carry(
+    params: PyTree, opt_state: PyTree, state: PyTree, count: Any, *, has_state: bool
+) -> Carried:
+    """What a step or an epoch is given.
+
+    Raises:
+        TypeError: there is a state that nobody asked for.
+    """
+    if state is not None and not has_state:
+        raise TypeError(
+            "train step: state must be left out where the step was made without has_state, "
+            f"got {type(state).__name__}. With has_state=True the loss is given it, and "
+            "returns the next."
+        )
+    # a copy, as it is donated with the rest
+    count = count if count is None else jnp.array(count, jnp.int32)
+    return Carried(params, opt_state, state, count)
+
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=_Carried._fields,
+    data_fields=Carried._fields,
     meta_fields=["tx"],
 )
 @dataclass(frozen=True)
@@ -62,7 +85,8 @@ class _State:
     def apply_gradients(self, *, grads: PyTree, **fields: Any) -> "_State":
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         params = optax.apply_updates(self.params, updates)
-        return replace(self, params=params, opt_state=opt_state, **fields)
+        step = None if self.step is None else self.step + 1  # as a TrainState counts, for an epoch
+        return replace(self, params=params, opt_state=opt_state, step=step, **fields)
 
 
 @dataclass(frozen=True)
@@ -85,12 +109,10 @@ class OptaxStep:
         **optimizer_args: Any,
     ) -> tuple[Any, ...]:
         """Parameters and optimizer's state after the step, the model's if it has one, report."""
-        carried = self._carry(params, opt_state, state, count)
+        carried = carry(params, opt_state, state, count, has_state=self.has_state)
         replicated = self.compiled.replicate(replicated)
         carried, report = self.compiled(carried, batch, rng, optimizer_args, replicated)
-        if self.has_state:
-            return carried.params, carried.opt_state, carried.model_state, report
-        return carried.params, carried.opt_state, report
+        return *carried.hand_back(), report
 
     def lower(
         self,
@@ -105,20 +127,9 @@ class OptaxStep:
         **optimizer_args: Any,
     ) -> Lowered:
         """JAX's `Lowered` of the step for these arguments, or their shapes: nothing is run."""
-        carried = self._carry(params, opt_state, state, count)
+        carried = carry(params, opt_state, state, count, has_state=self.has_state)
         replicated = self.compiled.replicate(replicated)
         return self.compiled.lower(carried, batch, rng, optimizer_args, replicated)
-
-    def _carry(self, params: PyTree, opt_state: PyTree, state: PyTree, count: Any) -> _Carried:
-        if state is not None and not self.has_state:
-            raise TypeError(
-                "train step: state must be left out where the step was made without has_state, "
-                f"got {type(state).__name__}. With has_state=True the loss is given it, and "
-                "returns the next."
-            )
-        # a copy, as it is donated with the rest
-        count = count if count is None else jnp.array(count, jnp.int32)
-        return _Carried(params, opt_state, state, count)
 
 
 def make_optax_step(
@@ -147,37 +158,32 @@ def make_optax_step(
     floating arrays: those of haiku, the arrays of an equinox module, a `NamedTuple`, a dict.
 
     Args:
-        loss_fn: `loss_fn(params, batch)` for a `Batch` returns a `WeightedSum`, or a dict of them
-            that `coefficients` combines; `loss_fn(params, batch, rng)` where the step is given an
-            rng.
+        loss_fn: as `make_train_step` takes it, without `mutable`.
         optimizer: the optax optimizer, whose state `optimizer.init(params)` the step is given
             first. `weighted_multi_steps` accumulates over several calls.
-        mesh: a mesh with the data axis. Parameters may be sharded over any of its axes: each
-            stays where it lies, and so does the optimizer's state.
+        mesh: a mesh with the data axis, over any of whose axes parameters may be sharded.
         microbatches: how many microbatches each rank splits its rows into.
         engine: `"shard_map"`, `"jit"` (the global view) or `"pmap"`.
-        coefficients: one factor per term; 0 for one that is only to be reported. A function of the
-            number of steps taken, such as a schedule of optax's, is called with `count=`.
+        coefficients: one factor per term, as in `make_train_step`; functions of the number of steps
+            taken are called with `count=`.
         divisors: what terms are divided by in place of their weights, as in `make_train_step`.
-        statistics: sums over all rows of the step that `loss_fn` is given as `statistics=`, as in
-            `make_train_step`: `statistics(params, batch)`, given `state` where it names it.
+        statistics: `statistics(params, batch)`, sums over all rows of the step, as in
+            `make_train_step`; given `state` where it names it.
         skip_empty: whether a step in which nothing has weight is skipped, as in `make_train_step`.
         has_state: whether the model keeps a state beside its parameters, such as haiku's of
             `transform_with_state` or equinox's `State`. `loss_fn` is then given it as `state=`, and
             returns `(sums, state)`. Microbatches update it in order; it must come out the same on
             every rank, or the step raises.
-        rng_per: `"rank"` folds the rng with the rank and the microbatch; `"example"` gives
-            `loss_fn` an array of keys `[rows]`; as in `make_train_step`.
-        gather_per: of parameters that are sharded over the data axis, under `"shard_map"`: `"step"`
-            gathers each once per step and scatters its gradient once, `"microbatch"` does so once
-            per microbatch, and accumulates shards alone. (XLA decides it under `"jit"`.)
+        rng_per: `"rank"` or `"example"`, what the keys of `loss_fn` are made of, as in
+            `make_train_step`.
+        gather_per: when parameters that are sharded over the data axis are gathered, as in
+            `make_train_step`.
         grad_norm: whether `report.grad_norm` is the norm of the global gradient.
         donate: whether the step may write into the arrays that it is given. With False they stay
             good, at the price of a second set in memory.
         batch_spec: how the rows lie on the mesh, where that is over more than the data axis, as in
             `make_train_step`.
-        axis_name: the data axis, or several; by default those that `batch_spec` shards rows over,
-            and `"data"` without it.
+        axis_name: the data axis, or several, as in `make_train_step`.
 
     Returns:
         A function that compiles once for a run, short last steps included. It places parameters,
@@ -221,95 +227,80 @@ def make_optax_step(
         4.0
     """
     options = StepOptions(
-        caller="make_optax_step",
-        mesh=mesh,
+        "make_optax_step",
+        mesh,
         microbatches=microbatches,
         engine=engine,
         coefficients=coefficients,
-        rng_per=rng_per,
-        axis_name=find_axis_name(axis_name, batch_spec, caller="make_optax_step"),
-        gather_per=gather_per,
-        batch_spec=batch_spec,
         divisors=divisors,
-        skip_empty=skip_empty,
         statistics=statistics,
+        skip_empty=skip_empty,
+        rng_per=rng_per,
+        gather_per=gather_per,
+        grad_norm=grad_norm,
+        donate=donate,
+        batch_spec=batch_spec,
+        axis_name=axis_name,
     )
-    _check_is_optimizer(optimizer)
+    return OptaxStep(compile_optax_step(loss_fn, optimizer, has_state, options), has_state)
+
+
+def compile_optax_step(
+    loss_fn: LossFn, optimizer: Any, has_state: bool, options: StepOptions
+) -> CompiledStep:
+    """The step of parameters and an optax state, for makers whose options are checked."""
+    _check_is_optimizer(optimizer, caller=options.caller)
     names = ("model_state",) if has_state else ()
-    gradient_of = global_step(
-        _of_params(loss_fn, options, has_state), options, _statistics_of(options, has_state)
-    )
-    of_state = step_state(gradient_of, options, names, grad_norm=grad_norm)
+    gradient_of = global_step(loss_fn, _Parameters(has_state, options), options)
+    of_state = step_state(gradient_of, options, names)
 
-    def step(placement: Any, carried: _Carried, *rest: Any) -> tuple[_Carried, StepReport]:
+    def step(placement: Any, carried: Carried, *rest: Any) -> tuple[Carried, StepReport]:
         state, report = of_state(placement, _State(*carried, tx=optimizer), *rest)
-        return _Carried(state.params, state.opt_state, state.model_state, state.step), report
+        return Carried(state.params, state.opt_state, state.model_state, state.step), report
 
-    def check(
-        carried: _Carried,
-        batch: Batch,
-        rng: Array | None,
-        extra: dict[str, Any],
-        replicated: PyTree,
-    ) -> None:
-        del replicated  # anything that a loss function may be given
+    def check(carried: Carried, batch: Batch, rng: Any, extra: dict[str, Any], _: PyTree) -> None:
         _check_carried(carried, options, has_state)
         check_call(batch, rng, options)
         check_optimizer(optimizer, carried.opt_state, extra)
 
-    compiled = CompiledStep(step, options.mesh, options.rows, check=check, donate=donate)
-    return OptaxStep(compiled, has_state)
+    return CompiledStep(step, options.mesh, options.rows, check=check, donate=options.donate)
 
 
-def _of_params(loss_fn: LossFn, options: StepOptions, has_state: bool) -> LossFn:
-    def of_params(
-        params: PyTree, batch: Batch, *rng: Array, state: dict[str, PyTree], **given: Any
-    ) -> tuple[Any, dict[str, PyTree]]:
-        given = options.find_for_loss(loss_fn, given)
-        if has_state:
-            given["state"] = state["model_state"]
-        arguments = "params, batch, rng" if rng else "params, batch"
-        check_takes(options.caller, loss_fn, arguments, 2 + len(rng), given)
-        out = loss_fn(free_boxes(params, options.mapped_axis), batch, *rng, **given)
-        if not has_state:
+@dataclass(frozen=True)
+class _Parameters:
+    """Parameters of any pytree, and perhaps a state that is given by name (a `ModelKind`)."""
+
+    has_state: bool
+    options: StepOptions
+    noun: str = "params"
+
+    def hand_out(self, params: PyTree, state: PyTree) -> tuple[Any, dict[str, Any]]:
+        named = {"state": state["model_state"]} if self.has_state else {}
+        return free_boxes(params, self.options.mapped_axis), named
+
+    def take_back(self, first: Any, out: Any, state: PyTree) -> tuple[Any, PyTree]:
+        if not self.has_state:
             return out, state
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
-                "make_optax_step: loss_fn must return (sums, state) where has_state is given, got "
-                f"{type(out).__name__}. The state is the one after this batch."
+                f"{self.options.caller}: loss_fn must return (sums, state) where has_state is "
+                f"given, got {type(out).__name__}. The state is the one after this batch."
             )
         return out[0], {"model_state": out[1]}
 
-    return of_params
+    def check_unused(self, first: Any, state: PyTree) -> None:
+        """Nothing is ever used up: what the statistics are given is a pytree of arrays."""
 
 
-def _statistics_of(options: StepOptions, has_state: bool) -> Statistics | None:
-    """The step's statistics as a function of the parameters and the state beside them."""
-    statistics = options.statistics
-    if statistics is None:
-        return None
-
-    def of_params(
-        params: PyTree, batch: Batch, *, state: PyTree, rng: Any = None, replicated: PyTree = None
-    ) -> PyTree:
-        offered = {"rng": rng, "replicated": replicated}
-        if has_state:
-            offered["state"] = state["model_state"]
-        free = free_boxes(params, options.mapped_axis)
-        return call_statistics(statistics, free, batch, offered, names="params, batch")
-
-    return of_params
-
-
-def _check_is_optimizer(optimizer: Any) -> None:
+def _check_is_optimizer(optimizer: Any, *, caller: str) -> None:
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(
-            "make_optax_step: optimizer must be one of optax, got "
-            f"{type(optimizer).__name__}. optax.adamw(1e-3) is one."
+            f"{caller}: optimizer must be one of optax, got {type(optimizer).__name__}. "
+            "optax.adamw(1e-3) is one."
         )
 
 
-def _check_carried(carried: _Carried, options: StepOptions, has_state: bool) -> None:
+def _check_carried(carried: Carried, options: StepOptions, has_state: bool) -> None:
     if hasattr(carried.params, "apply_gradients"):
         raise TypeError(
             "train step: params must be parameters alone, got "

@@ -13,12 +13,13 @@ from jaxtyping import Array, PyTree
 from jax_ddp_weighting.train.accumulation import (
     WeightedMultiStepsState,
     accept_keywords,
-    apply_unless,
     counts_windows,
     is_window,
     window_weight,
 )
-from jax_ddp_weighting.train.step import StepOptions, StepReport
+from jax_ddp_weighting.train.skipping import apply_unless
+from jax_ddp_weighting.train.step import StepReport
+from jax_ddp_weighting.train.step_options import StepOptions
 from jax_ddp_weighting.weighting.loss_terms import has_gradient
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
@@ -81,8 +82,8 @@ def clip_by_global_norm(
         An optax transformation, to be chained with others.
 
     Raises:
-        TypeError: as `global_norm` says, when it is called.
-        ValueError: the same.
+        TypeError: `max_norm` is no number; or as `global_norm` says, when it is called.
+        ValueError: `max_norm` is negative or NaN; or the same.
 
     Matches: `optax.clip_by_global_norm` of optax 0.2.8 on the whole tree
         (tests/train/test_shards.py).
@@ -95,6 +96,17 @@ def clip_by_global_norm(
         >>> [round(float(each), 2) for each in clipped[:, 0]]
         [0.6, 0.8]
     """
+    if isinstance(max_norm, int | float | np.generic | np.ndarray):  # it may be traced
+        if not max_norm >= 0:
+            raise ValueError(
+                f"clip_by_global_norm: max_norm must be at least 0, got {max_norm}. A negative one"
+                " would turn every update round."
+            )
+    elif not isinstance(max_norm, jax.Array):
+        raise TypeError(
+            f"clip_by_global_norm: max_norm must be a number, got {type(max_norm).__name__}. Of a"
+            " schedule make one with optax.inject_hyperparams."
+        )
 
     def update(
         updates: PyTree, state: optax.OptState, params: PyTree | None = None

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
-from jax_ddp_weighting.train.batch_layout import BatchSpec, find_axis_name
+from jax_ddp_weighting.train.batch_layout import BatchSpec
 from jax_ddp_weighting.train.boxes import box_as, free_boxes
 from jax_ddp_weighting.train.compilation import CompiledStep
 from jax_ddp_weighting.train.loss_scale import (
@@ -29,16 +29,14 @@ from jax_ddp_weighting.train.optimizer import (
 )
 from jax_ddp_weighting.train.shards import global_norm
 from jax_ddp_weighting.train.step import (
-    StepOptions,
     StepReport,
-    Varying,
     check_call,
-    check_takes,
     global_step,
 )
+from jax_ddp_weighting.train.step_options import StepOptions, Varying
 from jax_ddp_weighting.weighting.divisors import Divisors
 from jax_ddp_weighting.weighting.loss_terms import LossFn
-from jax_ddp_weighting.weighting.statistics import Statistics, call_statistics
+from jax_ddp_weighting.weighting.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -252,42 +250,42 @@ def make_train_step(
         (True, 1.0)
     """
     options = StepOptions(
-        caller="make_train_step",
-        mesh=mesh,
+        "make_train_step",
+        mesh,
         microbatches=microbatches,
         engine=engine,
         coefficients=coefficients,
-        rng_per=rng_per,
-        axis_name=find_axis_name(axis_name, batch_spec, caller="make_train_step"),
-        gather_per=gather_per,
-        batch_spec=batch_spec,
         divisors=divisors,
-        skip_empty=skip_empty,
         statistics=statistics,
+        skip_empty=skip_empty,
+        rng_per=rng_per,
+        gather_per=gather_per,
+        grad_norm=grad_norm,
+        donate=donate,
+        batch_spec=batch_spec,
+        axis_name=axis_name,
     )
-    names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
-    gradient_of = global_step(
-        _with_collections(loss_fn, options, names),
-        options,
-        _statistics_of_variables(options, names),
-    )
+    return TrainStep(compile_state_step(loss_fn, mutable, options))
 
-    step = step_state(gradient_of, options, names, grad_norm=grad_norm)
 
-    def check(
-        state: Any, batch: Batch, rng: Array | None, extra: dict[str, Any], replicated: PyTree
-    ) -> None:
-        del replicated  # anything that a loss function may be given
+def compile_state_step(
+    loss_fn: LossFn, mutable: str | Sequence[str], options: StepOptions
+) -> CompiledStep:
+    """The step of a flax `TrainState`, for makers whose options are checked."""
+    names = _read_names(mutable, caller=options.caller)
+    step = step_state(global_step(loss_fn, _Variables(names, options), options), options, names)
+
+    def check(state: Any, batch: Batch, rng: Any, extra: dict[str, Any], _: PyTree) -> None:
         _check_state(state, names)
         find_scale(state)
         check_call(batch, rng, options)
         check_optimizer(state.tx, state.opt_state, extra)
 
-    return TrainStep(CompiledStep(step, options.mesh, options.rows, check=check, donate=donate))
+    return CompiledStep(step, options.mesh, options.rows, check=check, donate=options.donate)
 
 
 def step_state(
-    gradient_of: Callable[..., Any], options: StepOptions, names: Sequence[str], *, grad_norm: bool
+    gradient_of: Callable[..., Any], options: StepOptions, names: Sequence[str]
 ) -> Callable[..., tuple[Any, StepReport]]:
     """A step of anything that is like a train state, to be compiled.
 
@@ -295,7 +293,6 @@ def step_state(
         gradient_of: `global_step` of the loss.
         options: how it is run.
         names: the fields of the state that the loss updates beside the parameters.
-        grad_norm: whether the norm of the gradient is reported.
 
     Returns:
         `step(placement, state, batch, rng, extra, replicated) -> (state, StepReport)`, of a state
@@ -348,57 +345,71 @@ def step_state(
         state, stepped = run_optimizer(
             state.tx, state.opt_state, offered, extra, skipped, apply, state, held
         )
-        norm = global_norm(gradients) if grad_norm else None
+        norm = global_norm(gradients) if options.grad_norm else None
         return state.replace(**changed), replace(report, stepped=stepped, grad_norm=norm)
 
     return step
 
 
-def _with_collections(loss_fn: LossFn, options: StepOptions, names: tuple[str, ...]) -> LossFn:
-    def with_collections(
-        params: PyTree, batch: Batch, *rng: Array, state: dict[str, PyTree], **given: Any
-    ) -> tuple[Any, dict[str, PyTree]]:
-        first = "variables" if names else "params"
-        arguments = f"{first}, batch, rng" if rng else f"{first}, batch"
-        given = options.find_for_loss(loss_fn, given)
-        check_takes("make_train_step", loss_fn, arguments, 2 + len(rng), given)
-        free = free_boxes({"params": params, **state}, options.mapped_axis)
+@dataclass(frozen=True)
+class _Variables:
+    """A flax model: parameters alone, or variables where it updates collections (a `ModelKind`)."""
+
+    names: tuple[str, ...]
+    options: StepOptions
+
+    @property
+    def noun(self) -> str:
+        return "variables" if self.names else "params"
+
+    def hand_out(self, params: PyTree, state: PyTree) -> tuple[Any, dict[str, Any]]:
+        free = free_boxes({"params": params, **state}, self.options.mapped_axis)
+        return free if self.names else free["params"], {}
+
+    def take_back(self, first: Any, out: Any, state: PyTree) -> tuple[Any, PyTree]:
+        caller, names = self.options.caller, self.names
         if not names:
-            return loss_fn(free["params"], batch, *rng, **given), state
-        out = loss_fn(free, batch, *rng, **given)
+            return out, state
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)):
             raise TypeError(
-                "make_train_step: loss_fn must return (sums, updates) where mutable is given, got "
+                f"{caller}: loss_fn must return (sums, updates) where mutable is given, got "
                 f"{type(out).__name__}. The updates are the second value of "
                 f"model.apply(variables, ..., mutable={list(names)})."
             )
         sums, updates = out
         if set(updates) != set(names):
             raise ValueError(
-                f"make_train_step: loss_fn must return updates of {sorted(names)}, got "
+                f"{caller}: loss_fn must return updates of {sorted(names)}, got "
                 f"{sorted(updates)}. Name in mutable what model.apply(..., mutable=...) names."
             )
         return sums, {name: box_as(updates[name], state[name]) for name in names}
 
-    return with_collections
+    def check_unused(self, first: Any, state: PyTree) -> None:
+        """Nothing is ever used up: what the statistics are given is a pytree of arrays."""
 
 
-def _statistics_of_variables(options: StepOptions, names: tuple[str, ...]) -> Statistics | None:
-    """The step's statistics as a function of parameters and the collections beside them."""
-    statistics = options.statistics
-    if statistics is None:
-        return None
+def _read_names(mutable: Any, *, caller: str) -> tuple[str, ...]:
+    """The names of collections, if they can be such.
 
-    def of_variables(
-        params: PyTree, batch: Batch, *, state: PyTree, rng: Any = None, replicated: PyTree = None
-    ) -> PyTree:
-        free = free_boxes({"params": params, **state}, options.mapped_axis)
-        first = free if names else free["params"]
-        words = "variables, batch" if names else "params, batch"
-        offered = {"rng": rng, "replicated": replicated}
-        return call_statistics(statistics, first, batch, offered, names=words)
-
-    return of_variables
+    Raises:
+        TypeError: they are no names.
+        ValueError: one is that of a field that the step changes by itself, or comes twice.
+    """
+    if not isinstance(mutable, str | list | tuple | set | frozenset) or not all(
+        isinstance(name, str) for name in mutable
+    ):
+        raise TypeError(
+            f"{caller}: mutable must be names of collections, got {mutable!r}. For instance"
+            ' ["batch_stats"].'
+        )
+    names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+    own = [name for name in names if name in ("params", "opt_state", "step", "tx", "apply_fn")]
+    if own or len(set(names)) < len(names):
+        raise ValueError(
+            f"{caller}: mutable must name each collection beside the parameters once, got"
+            f" {names}. Parameters and the optimizer's state are the step's own."
+        )
+    return names
 
 
 def _check_state(state: Any, names: tuple[str, ...]) -> None:

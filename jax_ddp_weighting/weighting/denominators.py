@@ -12,6 +12,7 @@ from jaxtyping import Array
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.counts import (
+    Count,
     Sum,
     as_sum,
     is_bad,
@@ -108,10 +109,10 @@ def to_denominators(
 ) -> Denominators:
     """What to divide by, of the weights summed over the whole step.
 
-    The rule: all are 0 where any weight of the step is bad, so that it counts for nothing, as a
-    step without weight does. And with `M` the weight of missing ranks and `V` that of those
-    present, every term that pulls is divided by `1 + M / V` times its weight, whatever it is
-    weighed in.
+    The rule: all are 0 where any weight of the step is bad, or a sum of floats so large that 1 over
+    it is below the least normal one: such a step counts for nothing, as one without weight does.
+    And with `M` the weight of missing ranks and `V` that of those present, every term that pulls is
+    divided by `1 + M / V` times its weight, whatever it is weighed in.
 
     Args:
         step: the sums.
@@ -119,7 +120,12 @@ def to_denominators(
         divisors_of: of the weights, stretched so, the divisors of the terms that have one. One that
             is negative, NaN or infinite is as bad as such a weight.
     """
-    good = step.bad == 0
+    bad = step.bad
+    for each in step.terms.values():
+        if not isinstance(each, Count) and jnp.issubdtype(each.dtype, jnp.floating):
+            # each weight is finite, and 1 over their sum would be 0: of it, or of its last digits
+            bad = bad + (each > 1 / jnp.finfo(each.dtype).tiny).astype(bad.dtype)
+    good = bad == 0
     sums = jax.tree.map(lambda leaf: jnp.where(good, leaf, 0), step)
     terms = {name: to_divisor(each) for name, each in sums.terms.items()}
     reported = {name: to_report(each) for name, each in sums.terms.items()}
@@ -133,7 +139,7 @@ def to_denominators(
     accepted = None if sums.accepted is None else to_report(sums.accepted)[0]
     weights = {name: weight for name, (weight, _) in reported.items()}
     beyond = {name: rest for name, (_, rest) in reported.items()}
-    found = Denominators(step.bad, accepted, terms, weights, beyond)
+    found = Denominators(bad, accepted, terms, weights, beyond)
     return found if divisors_of is None else _divide_otherwise(found, divisors_of(terms))
 
 

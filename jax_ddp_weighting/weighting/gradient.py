@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from jax_ddp_weighting.data.batch import Batch, check_batch_values
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.distributed.placement import check_not_cut, check_tree_not_cut
 from jax_ddp_weighting.weighting.counts import Sum, to_divisor, to_report
 from jax_ddp_weighting.weighting.denominators import (
     Denominators,
@@ -331,6 +333,7 @@ def take_gradient(
             "(sums, state)."
         )
     check_rows(batch, caller="value_and_grad")
+    _check_on_host(batch, replicated)
     shared = jax.tree_util.tree_map_with_path(_parameter, params)
     params = own = shared
     specs, gathers = options.param_specs, options.gather_per
@@ -379,6 +382,15 @@ def take_gradient(
     totals = jax.tree.map(lambda total: jnp.where(good, total, jnp.zeros_like(total)), totals)
     loss = _report(options, totals, found.divided_by, rows.statistics)
     return StepGradient(loss, gradients, found.divided_by.accepted, found.state, found.aux)
+
+
+def _check_on_host(batch: PyTree, replicated: PyTree) -> None:
+    """Refuses what JAX would cut on its way to a device, where it was not placed before."""
+    if isinstance(batch, Batch):
+        check_batch_values(batch, check_not_cut, caller="value_and_grad")
+    else:
+        check_tree_not_cut(batch, "batch", caller="value_and_grad")
+    check_tree_not_cut(replicated, "replicated", caller="value_and_grad")
 
 
 def _gather_first(

@@ -107,8 +107,26 @@ def name_terms(
     return {name: each.whole() for name, each in terms.items()}
 
 
+def check_factors(coefficients: Mapping[str, Any] | None, *, caller: str) -> None:
+    """Raises `TypeError` unless coefficients are a number, or a function, for each term."""
+    if coefficients is None:
+        return
+    if not isinstance(coefficients, Mapping):
+        raise TypeError(
+            f"{caller}: coefficients must be a dict of a number for each term, got "
+            f"{type(coefficients).__name__}. For instance {{'nll': 1.0, 'z_loss': 0.1}}."
+        )
+    for name, factor in coefficients.items():
+        if not (callable(factor) or (is_number(factor, real=True) and np.shape(factor) == ())):
+            raise TypeError(
+                f"{caller}: coefficients must be one number for each term, got {factor!r} for "
+                f"{name!r}. How much rows or classes count is a weight."
+            )
+
+
 def check_coefficients(coefficients: Mapping[str, Any] | None, *, caller: str) -> None:
     """Raises `TypeError` for a coefficient that is a function, where nobody counts steps."""
+    check_factors(coefficients, caller=caller)
     for name, factor in (coefficients or {}).items():
         if callable(factor):
             raise TypeError(

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
+from jax_ddp_weighting.distributed.placement import check_not_cut, check_not_lost
 from jax_ddp_weighting.weighting.counts import (
     DOES_NOT_FIT,
     LARGEST,
@@ -204,9 +205,10 @@ def weighted_sum(
         `x = jnp.where(weights[:, None] > 0, x, 0)`.
 
     Raises:
-        TypeError: `axis` is no integer and no tuple of them.
+        TypeError: `axis` is no integer and no tuple of them, or weights are complex.
         ValueError: `weights` has another shape than `losses`; `losses` has no such axis, or it is
-            named twice.
+            named twice; or JAX would cut a number that is on the host, such as an integer of more
+            than 32 bits while x64 is off.
 
     Example:
         >>> losses = jnp.array([2.0, 4.0, jnp.nan])
@@ -223,11 +225,18 @@ def weighted_sum(
         >>> [round(share, 2) for share in weighted_sum(is_class, axis=0).mean().tolist()]
         [0.67, 0.0, 0.33]
     """
+    _check_on_host(losses, "losses", caller="weighted_sum")
     losses = jnp.asarray(losses)
     axes = _check_axis(axis, losses)
     if weights is None:
         return _count_all(losses, axes)
+    _check_on_host(weights, "weights", caller="weighted_sum")
     weights = lax.stop_gradient(jnp.asarray(weights))
+    if jnp.issubdtype(weights.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"weighted_sum: weights must be real numbers, got {weights.dtype}. They say how much "
+            "a loss counts."
+        )
     if weights.shape != losses.shape:
         raise ValueError(
             f"weighted_sum: weights must have the shape of losses, got weights {weights.shape} and "
@@ -248,6 +257,14 @@ def weighted_sum(
     # a scalar 0: zeros made like the losses forget how they lie over Explicit axes
     kept = jnp.where(weights != 0, losses, jnp.zeros((), losses.dtype)).astype(dtype)
     return WeightedSum(jnp.sum(kept * weights, axis=axes), to_weight(weight, bad, wide))
+
+
+def _check_on_host(values: Any, name: str, *, caller: str) -> None:
+    """Refuses numbers of numpy's that JAX would cut, or weights that it would make 0."""
+    if isinstance(values, np.ndarray | np.generic):
+        check_not_cut(np.asarray(values), name, caller=caller)
+        if name == "weights":
+            check_not_lost(np.asarray(values), caller=caller)
 
 
 def _count_all(losses: Array, axes: tuple[int, ...]) -> WeightedSum:
@@ -297,12 +314,14 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
 
     Raises:
         TypeError: `labels` are not integers, or `ignore_index` is none.
+        ValueError: JAX would cut a label that is on the host.
 
     Example:
         >>> labels, weights = valid_labels(jnp.array([3, -100, 1]))
         >>> labels.tolist(), weights.tolist()
         ([3, 0, 1], [1, 0, 1])
     """
+    _check_on_host(labels, "labels", caller="valid_labels")
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(

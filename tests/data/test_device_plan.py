@@ -21,7 +21,7 @@ from jax_ddp_weighting import (
     mixture_order,
     weighted_order,
 )
-from jax_ddp_weighting.sampling.plan import Slots
+from jax_ddp_weighting.sampling.slots import Slots
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "torch_sampler.json").read_text())
 

@@ -1,6 +1,9 @@
 """Batches on the mesh: the plan's rows, each on its rank's device, errors at their own step."""
 
+import dataclasses
 import threading
+from collections import UserDict
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -203,3 +206,41 @@ def test_a_second_epoch_over_one_draw_is_said_and_a_function_draws_anew():
     plan = EpochPlan.from_order(weighted_order([1, 2, 3], 9), 1, 9)
     drawn = [next(batches(plan, epoch, fetch, mesh)).ids.tolist() for epoch in (0, 1, 1)]
     assert drawn[0] != drawn[1] == drawn[2]
+
+
+@pytest.mark.parametrize("rows", [PIXELS, {"x": PIXELS}, [1.0] * 47])
+def test_rows_are_no_function_of_ids(rows):
+    name = type(rows).__name__
+    with pytest.raises(TypeError, match=rf"batches: fetch must be a function of ids, got {name}\."):
+        batches(EpochPlan(47, 3, 4), 0, rows, data_mesh(3))
+
+
+def test_an_array_that_numpy_cannot_read_is_named():
+    class Elsewhere:
+        def __array__(self, dtype=None, copy=None):
+            raise TypeError("on another device")
+
+    with pytest.raises(TypeError, match="on another device") as caught:
+        list(batches(EpochPlan(47, 3, 4), 0, lambda ids: {"x": Elsewhere()}, data_mesh(3)))
+    notes = caught.value.__notes__
+    assert notes[0] == "batches: fetch must return arrays, got Elsewhere at data['x']."
+
+
+def test_complex_weights_of_a_batch_are_refused():
+    with pytest.raises(TypeError, match=r"Batch.of: weights must be real numbers, got complex128"):
+        Batch.of(np.ones(2), np.array([1j, 1]))
+
+
+@dataclasses.dataclass
+class Rows:
+    x: np.ndarray
+
+
+@pytest.mark.parametrize("wrap", [UserDict, MappingProxyType, lambda rows: Rows(**rows)])
+def test_containers_that_jax_does_not_look_into_are_named(wrap):
+    rows = wrap({"x": np.ones(4)})
+    match = rf"data must be arrays, or a pytree of them, got {type(rows).__name__}, into which JAX"
+    with pytest.raises(TypeError, match=f"^Batch.of: {match}"):
+        Batch.of(rows)
+    with pytest.raises(TypeError, match=f"^batches: {match}"):
+        next(batches(EpochPlan(12, 3, 4), 0, lambda ids: wrap({"x": ids}), data_mesh(3)))

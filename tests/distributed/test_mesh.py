@@ -109,3 +109,10 @@ def test_a_mesh_whose_axis_is_mapped_already_is_refused():
     with pytest.raises(ValueError, match="f: mesh must have axes of type Auto or Explicit, got"):
         meshes.num_ranks(manual, "data", caller="f")
     assert meshes.num_ranks(data_mesh(2), "data", caller="f") == 2
+
+
+def test_a_device_holds_one_rank():
+    with pytest.raises(
+        ValueError, match=r"data_mesh: devices must be different ones, got cpu:0, c"
+    ):
+        data_mesh(devices=[jax.devices()[0]] * 2)

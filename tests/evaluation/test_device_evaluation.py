@@ -117,3 +117,15 @@ def test_what_is_no_metric_and_what_does_not_fit_the_plan_is_refused():
         make_evaluation(metric_fn, mesh, plan, empty="zero")
     with pytest.raises(ValueError, match="as many ranks as the mesh's 'data' axis, got 4 and 2"):
         make_evaluation(metric_fn, mesh, EpochPlan(47, 4, 6))
+
+
+def test_sums_may_hold_numbers_of_pythons():
+    def by_row(batch):
+        return {"rows": WeightedSum(batch.data.sum(), len(batch.data)), "two": WeightedSum(6, 3.0)}
+
+    plan = EpochPlan(4, 2, 1, shuffle=False)
+    found = make_evaluation(by_row, data_mesh(2), plan)(None, np.float32([1, 2, 3, 4]))
+    assert dict(found) == {"rows": 2.5, "two": 2.0}
+    assert dict(found) == dict(
+        over_batches(by_row, plan, data_mesh(2), params=None, data=np.float32([1, 2, 3, 4]))
+    )

@@ -262,3 +262,16 @@ def test_large_ids_are_taken_whatever_kind_of_integer_asks():
     assert found.take(np.array([2**53 + 1, 2**53], np.uint64)).tolist() == [2, 1]
     with pytest.raises(CoverageError, match=f"got {2**64 - 1} without one"):
         found.take(np.array([2**64 - 1], np.uint64))
+
+
+@pytest.mark.parametrize("ids", [np.array([True, False]), [1.0], np.array([2.0**53 + 2])])
+def test_a_mask_and_floats_are_no_ids_to_take(ids):
+    found = gather_by_id([0, 1], None, np.array([0.5, 0.25]))
+    with pytest.raises(TypeError, match=r"Predictions.take: ids must be integers or strings, got"):
+        found.take(ids)
+    assert found.take([]).shape == (0,)
+
+
+def test_numbers_beside_strings_are_no_string_ids():
+    with pytest.raises(TypeError, match=r"gather_by_id: ids must be all integers or all strings"):
+        gather_by_id(["a", 1], None, np.zeros(2))

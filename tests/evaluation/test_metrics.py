@@ -1,5 +1,6 @@
 """Metrics that do not move with the number of ranks, the rows per batch, or the order."""
 
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -336,3 +337,29 @@ def test_votes_of_ranks_that_have_ended_are_refused():
     batch = Batch(np.ones((2, 3)), np.arange(2), np.ones(2), np.array([2.0, 0.0]))
     with pytest.raises(ValueError, match=r"evaluate: batches must count .* got Batch\.missing"):
         evaluate(total, [batch], data_mesh(1))
+
+
+@dataclasses.dataclass  # with a value, and so without a hash
+class Scaled:
+    scale: float
+
+    def __call__(self, batch):
+        return {"mean": weighted_sum(self.scale * batch.data, batch.weights)}
+
+
+def test_a_metric_without_a_hash_is_taken_as_it_is_now():
+    metric, rows = Scaled(2.0), [Batch.of(np.float32([1, 2]))]
+    assert evaluate(metric, rows, data_mesh(2))["mean"] == 3
+    metric.scale = 4.0
+    assert evaluate(metric, rows, data_mesh(2))["mean"] == 6
+
+
+def test_one_batch_is_no_iterable_of_batches():
+    with pytest.raises(TypeError, match=r"evaluate: batches must be .* got one Batch\. Write \[ba"):
+        evaluate(Scaled(1.0), Batch.of(np.float32([1, 2])), data_mesh(2))
+
+
+def test_a_negative_weight_is_named_beside_those_that_wrap_round():
+    batch = Batch.of(np.float32([1, 2]), jnp.array([1, -1]))
+    with pytest.raises(ValueError, match=r"weight must be at least 0.*A row of negative weight"):
+        evaluate(lambda batch: weighted_sum(batch.data, batch.weights), [batch], data_mesh(2))

@@ -1,9 +1,18 @@
 """Errors that name the cause: each of these once pointed somewhere else."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_ddp_weighting import CoverageError, DistributedSampler, EpochPlan, Ledger, audit_ids
+from jax_ddp_weighting import (
+    CoverageError,
+    DistributedSampler,
+    EpochPlan,
+    Ledger,
+    audit_ids,
+    grouped_order,
+    weighted_order,
+)
 
 
 def test_a_seed_too_large_by_its_epoch_is_the_plans_and_not_an_orders():
@@ -108,3 +117,75 @@ def test_a_half_read_ledger_is_advised_no_tail():
 def test_a_plan_is_advised_what_it_lacks(plan, text):
     with pytest.raises(CoverageError, match=text):
         plan.audit(0).check_exactly_once()
+
+
+def test_weights_in_a_dtype_that_numpy_does_not_know_are_numbers():
+    halves = np.array([0.5, 2, 0, 1], ml_dtypes.bfloat16)
+    plan = EpochPlan(4, 1, 4, shuffle=False, weights=halves)
+    assert plan.batch(0, 0).weights.tolist() == [[0.5, 2, 0, 1]]
+    assert weighted_order(halves, 9)(0).tolist() == weighted_order([0.5, 2, 0, 1], 9)(0).tolist()
+    groups = grouped_order(halves, 2)(1), grouped_order([0.5, 2, 0, 1], 2)(1)
+    assert groups[0].tolist() == groups[1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("weights", "match"),
+    [
+        ([[1], [1, 2]], "must be an array of numbers, but setting an array element"),
+        ((weight for weight in (1, 2)), "must be an array of numbers, got a generator"),
+        ({0: 1, 1: 2}, "must be an array of numbers, got a dict"),
+        ([1j, 1], "must be numbers, got complex128"),
+        (np.zeros(2, [("w", "f4")]), "must be numbers, got .*'w'"),
+    ],
+)
+def test_weights_that_are_none_are_named(weights, match):
+    for call, name in (
+        (lambda: EpochPlan(2, 1, 1, weights=weights), "EpochPlan"),
+        (lambda: weighted_order(weights, 2), "weighted_order"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{name}: weights {match}"):
+            call()
+
+
+def test_an_id_beyond_64_bits_is_named_as_it_was_given():
+    ids = np.array([2**63 + 1, 0], np.uint64)
+    with pytest.raises(ValueError, match=rf"ids must be below 2\*\*62, got {2**63 + 1}"):
+        EpochPlan.from_order(ids, 1, 1, num_examples=2**62)
+
+
+@pytest.mark.parametrize("ids", [(i for i in range(3)), {0, 1}, DistributedSampler(3, 1, 0)])
+def test_ids_that_are_no_array_are_named(ids):
+    name = type(ids).__name__
+    for call, function in ((lambda: audit_ids(ids, 3), "audit_ids"), (Ledger(3).add, "Ledger.add")):
+        with pytest.raises(
+            TypeError, match=rf"^{function}: ids must be an array .* got a {name}\. Make a list"
+        ):
+            call() if function == "audit_ids" else call(ids)
+
+
+@pytest.mark.parametrize("ids", [["a", 1], [["a", 1], ["b"]], [1.5, "a"]])
+def test_numbers_beside_strings_are_no_strings(ids):
+    with pytest.raises(TypeError, match=r"ids must be all integers or all strings"):
+        audit_ids(ids, 3)
+    with pytest.raises(TypeError, match=r"Ledger.add: ids must be all integers or all strings"):
+        Ledger(3).add(["a", 1])
+
+
+def test_weights_of_other_batches_than_the_ids_are_refused():
+    ids = [[[0, 1], [2]], [[3, 4], [5, 6]]]
+    match = r"weights must have the shape of ids, got \(1,\) and \(2,\) in batch 0 of rank 0"
+    with pytest.raises(ValueError, match=match):
+        audit_ids(ids, 7, weights=[[[1], [1, 1]], [[1, 1], [1, 0]]])
+    assert audit_ids(ids, 7, weights=[[[1, 1], [1]], [[1, 1], [1, 0]]]).omitted == (6,)
+
+
+def test_a_sampler_is_named_in_its_own_errors():
+    for options, error, match in (
+        ({"seed": None}, TypeError, "seed must be an integer"),
+        ({"shuffle": None}, TypeError, "shuffle must be True or False"),
+        ({"tail": "pad"}, ValueError, 'tail must be "mask"'),
+    ):
+        with pytest.raises(error, match=f"^DistributedSampler: {match}"):
+            DistributedSampler(4, 2, 0, **options)
+    with pytest.raises(TypeError, match=r"Ledger.merge: other must be a Ledger, got NoneType"):
+        Ledger(3).merge(None)

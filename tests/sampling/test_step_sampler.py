@@ -1,6 +1,7 @@
 """A plan's batches for a loader, and somebody else's sampler as an order."""
 
 import copy
+import itertools
 import json
 import pickle
 
@@ -18,6 +19,7 @@ from jax_ddp_weighting import (
     sampler_order,
     weighted_order,
 )
+from jax_ddp_weighting.sampling import sampler_orders
 from jax_ddp_weighting.sampling.kinds import count_steps
 
 TAILS = st.sampled_from(["mask", "repeat", "drop"])
@@ -241,3 +243,25 @@ def test_bad_samplers_are_refused(sampler, error, match):
         sampler_order(sampler)
     with pytest.raises(ValueError, match="sampler_order: seed must be"):
         sampler_order([1], seed=2**64)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_sampler_without_an_end_is_refused(counted, monkeypatch):
+    monkeypatch.setattr(sampler_orders, "_UNCOUNTED", 100)
+
+    class Endless:
+        def __iter__(self):
+            return itertools.cycle(range(7))
+
+    class Counted(Endless):
+        def __len__(self):
+            return 7
+
+    order = sampler_order(Counted() if counted else Endless())
+    with pytest.raises(ValueError, match=r"must come to the end of its epoch, got more than 100"):
+        EpochPlan.from_order(order, 2, 2, repeats=True)
+
+
+def test_a_sampler_may_have_more_ids_than_are_read_of_one_without_a_length(monkeypatch):
+    monkeypatch.setattr(sampler_orders, "_UNCOUNTED", 3)
+    assert len(sampler_order(range(7))(0)) == 7

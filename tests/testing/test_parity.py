@@ -15,6 +15,7 @@ from jax_ddp_weighting import (
     EpochPlan,
     GlobalLoss,
     ParityError,
+    WeightedSum,
     check_additive,
     check_gradients,
     diagnose_step,
@@ -726,3 +727,13 @@ def test_a_gradient_that_is_not_called_as_ours_is_refused_in_words():
             *arguments,
             gradient=lambda loss_fn, **options: lambda params, batch: {"w": params["params"]},
         )
+
+
+def test_a_factor_that_fits_the_worst_split_alone_is_not_named_as_the_cause():
+    def mean_inside(w, batch):
+        losses = w * batch.data * batch.weights
+        return WeightedSum(losses.mean(), batch.weights.sum())
+
+    batch = Batch.of(np.float32([1, 2, 3, 4, 5, 6]))
+    with pytest.raises(ParityError, match=r"ratio 2\.000 on 2 ranks. A ratio that changes with"):
+        check_gradients(mean_inside, np.float32(1), batch, [(3, 3), (4, 2)], engines=["vmap"])

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from jax_ddp_weighting import Batch, effective_weights, per_example_gradients, value_and_grad
-from jax_ddp_weighting.weighting.sums import weighted_sum
+from jax_ddp_weighting.weighting.sums import WeightedSum, weighted_sum
 
 
 class Linen(nn.Module):
@@ -167,3 +167,28 @@ def test_trees_that_do_not_fit_are_refused(change, message):
     gradient, own, _ = random_problem(0)
     with np.errstate(divide="ignore"), pytest.raises(ValueError, match=message):
         effective_weights(*change(gradient, own))
+
+
+def test_counts_of_complex_gradients_are_found():
+    own = np.array([[1j, 2.0, 0], [0, 1j, 3j], [1, 1j, 1]])
+    counts = np.array([0.5, 0.25, 0.0])
+    np.testing.assert_allclose(effective_weights(counts @ own, own), counts, atol=1e-12)
+    imaginary = np.array([[1j, 0], [0, 2j]])
+    assert effective_weights(np.array([2j, 6j]), imaginary).tolist() == pytest.approx([2, 3])
+
+
+@pytest.mark.parametrize(
+    ("loss_of_example", "params", "match"),
+    [
+        (lambda p, x: x @ p["w"], {"w": jnp.ones(3), "n": jnp.int32(1)}, r"int32 at params\['n'\]"),
+        (lambda p, x: x * p["w"], {"w": jnp.ones(3)}, r"must return a scalar, got .* shape \(3,\)"),
+        (
+            lambda p, x: WeightedSum(x @ p["w"], 1),
+            {"w": jnp.ones(3)},
+            r"must return a scalar, got WeightedSum\.",
+        ),
+    ],
+)
+def test_what_has_no_gradient_by_example_is_named(loss_of_example, params, match):
+    with pytest.raises(TypeError, match=f"^per_example_gradients: .*{match}"):
+        per_example_gradients(loss_of_example, params, np.ones((2, 3), np.float32))

@@ -198,3 +198,12 @@ def test_a_right_step_in_bfloat16_is_right_at_its_tolerance():
         return jax.tree.map(lambda p, q: (p - q).astype(jnp.bfloat16), params, after)
 
     assert diagnosed(step, learning_rate=None, rtol=0.1).right
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_batch_that_weighs_nothing_is_refused(rows):
+    batch = Batch.of(np.ones((rows, 3), np.float32), np.zeros(rows))
+    with pytest.raises(ValueError, match=rf"diagnose_step: batch must have rows .* none of {rows}"):
+        diagnose_step(
+            lambda w, batch: w, np.ones(3), batch, loss_of_example=lambda w, x: x @ w, ranks=1
+        )

@@ -396,3 +396,23 @@ def test_groups_of_ranks_are_refused_in_words_where_jax_has_none():
 
     with pytest.raises(ValueError, match=r"BatchNorm: axis_index_groups must be None where shard_"):
         regimes.run("shard_map", 4, make, variables, np.ones((8, 3), np.float32))
+
+
+@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_weight_that_cannot_count_leaves_the_step_without_weight(bad, fast):
+    x = jnp.array([[[1.0], [2.0]], [[4.0], [8.0]]])  # two ranks of two rows
+    norm = BatchNorm(use_running_average=False, axis_name="data", use_fast_variance=fast)
+    variables = norm.init(jax.random.key(0), x[0])
+
+    def kept(weights):
+        def apply(x, weights):
+            y, changed = norm.apply(variables, x, weights=weights, mutable="batch_stats")
+            return y, changed["batch_stats"]["mean"]
+
+        return jax.vmap(apply, axis_name="data")(x, jnp.array(weights))
+
+    y, mean = kept([[1.0, bad], [1.0, 1.0]])
+    assert mean.tolist() == [[0], [0]]  # as it was, and on the other rank too
+    assert np.isfinite(y).all()
+    assert kept([[1.0, 0.0], [1.0, 1.0]])[1].tolist() != [[0], [0]]

@@ -18,7 +18,7 @@ from jax_ddp_weighting import (
     make_train_step,
     weighted_sum,
 )
-from jax_ddp_weighting.train.step import STEP_ENGINES
+from jax_ddp_weighting.train.step_options import STEP_ENGINES
 
 
 class StatsState(TrainState):
@@ -134,3 +134,17 @@ def test_updates_of_another_form_are_refused(returned, message):
     )
     with pytest.raises((TypeError, ValueError), match=message):
         step(state, Batch.of(fetch(np.arange(4))))
+
+
+@pytest.mark.parametrize(
+    ("mutable", "error", "match"),
+    [
+        (True, TypeError, "must be names of collections, got True"),
+        ([3], TypeError, r"must be names of collections, got \[3\]"),
+        (["params"], ValueError, "must name each collection beside the parameters once"),
+        (["batch_stats", "batch_stats"], ValueError, "must name each collection"),
+    ],
+)
+def test_names_that_are_no_collections_are_refused(mutable, error, match):
+    with pytest.raises(error, match=f"^make_train_step: mutable {match}"):
+        make_train_step(lambda variables, batch: None, data_mesh(1), mutable=mutable)

@@ -19,7 +19,7 @@ from jax_ddp_weighting import (
     weighted_sum,
 )
 from jax_ddp_weighting.distributed import under_way
-from jax_ddp_weighting.train.step import STEP_ENGINES
+from jax_ddp_weighting.train.step_options import STEP_ENGINES
 
 BATCH = Batch.of(np.float32([1.0, 3.0, 5.0, 7.0]))
 

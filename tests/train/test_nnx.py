@@ -18,7 +18,7 @@ from jax_ddp_weighting import (
     weighted_multi_steps,
     weighted_sum,
 )
-from jax_ddp_weighting.train.step import STEP_ENGINES
+from jax_ddp_weighting.train.step_options import STEP_ENGINES
 
 X = np.random.default_rng(0).normal(size=(23, 4)).astype(np.float32)
 Y = np.sin(X.sum(1))
@@ -287,3 +287,21 @@ def test_bad_calls_are_refused():
         step(model, optimizer, batch, jax.random.key(0))
     with pytest.raises(ValueError, match="make_nnx_train_step: engine must be one of"):
         make_nnx_train_step(loss_fn, data_mesh(2), engine="ddp")
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    class Other(nnx.Module):
+        def __init__(self):
+            self.other = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+
+    def loss_fn(model, batch):
+        return weighted_sum(model(batch.data)[:, 0], batch.weights)
+
+    model, batch = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), Batch.of(np.ones((2, 2), np.float32))
+    step = make_nnx_train_step(loss_fn, data_mesh(1))
+    other = nnx.Optimizer(Other(), optax.adam(0.1), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"optimizer must be made for this model, got .*'other'"):
+        step(model, other, batch)
+    nothing = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.LoRAParam)
+    with pytest.raises(ValueError, match=r"optimizer must train parameters .* got wrt=.*LoRAParam"):
+        step(model, nothing, batch)

@@ -178,3 +178,17 @@ def test_a_verdict_of_the_norm_of_all_shards_is_taken():
 def test_specs_that_types_contradict_are_refused(specs, message):
     with pytest.raises(ValueError, match=f"global_norm: param_specs .*{message}"):
         on_ranks("shard_map", lambda tree: (global_norm(tree, param_specs=specs), tree))
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "error", "match"),
+    [
+        (-1.0, ValueError, "must be at least 0, got -1.0"),
+        (np.float32("nan"), ValueError, "must be at least 0, got nan"),
+        (lambda count: 1.0, TypeError, "must be a number, got function"),
+        (None, TypeError, "must be a number, got NoneType"),
+    ],
+)
+def test_a_norm_that_cannot_be_the_largest_is_refused(max_norm, error, match):
+    with pytest.raises(error, match=f"^clip_by_global_norm: max_norm {match}"):
+        clip_by_global_norm(max_norm)

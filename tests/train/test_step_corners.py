@@ -11,7 +11,9 @@ from flax.training.train_state import TrainState
 from jax_ddp_weighting import (
     Batch,
     data_mesh,
+    evaluate,
     make_train_step,
+    value_and_grad,
     weighted_multi_steps,
     weighted_sum,
 )
@@ -130,3 +132,36 @@ def test_a_step_without_weight_leaves_what_the_model_keeps(in_windows):
     state, report = step(state, Batch.of(X, weights=np.zeros(4, np.int32)))
     assert report.skipped
     assert int(state.counts["steps"]) == 1
+
+
+def test_a_batch_without_weights_and_an_axis_that_is_no_name_are_named():
+    def loss_fn(params, batch):
+        return weighted_sum(params["w"] * batch.data, batch.weights)
+
+    step = make_train_step(loss_fn, data_mesh(1))
+    with pytest.raises(TypeError, match="train step: batch must have weights, got None"):
+        step(scalar_state(), Batch(X, np.arange(4), None))
+    with pytest.raises(TypeError, match=r"make_train_step: axis_name must be the name .* got 0"):
+        make_train_step(loss_fn, data_mesh(1), axis_name=0)
+
+
+WIDE = np.array(2**40)  # which JAX would make 0 while x64 is off, without a word
+
+
+def test_numbers_beside_the_batch_that_jax_would_cut_are_refused():
+    def loss_fn(params, batch, replicated=0.0):
+        return weighted_sum(params["w"] * batch.data + replicated, batch.weights)
+
+    with jax.enable_x64(False):
+        step, batch = make_train_step(loss_fn, data_mesh(1)), Batch.of(X)
+        match = r"train step: replicated\['k'\] must be of at most 32 bits"
+        with pytest.raises(ValueError, match=match):
+            step(scalar_state(), batch, replicated={"k": WIDE})
+        state = scalar_state().replace(step=2**40)
+        with pytest.raises(ValueError, match=r"train step: state.*step must be of at most 32 bits"):
+            step(state, batch)
+        gradient = value_and_grad(lambda w, batch, replicated: loss_fn({"w": w}, batch, replicated))
+        with pytest.raises(ValueError, match=r"value_and_grad: replicated must be of at most 32"):
+            gradient(1.0, batch, replicated=WIDE)
+        with pytest.raises(ValueError, match=r"evaluate: params must be of at most 32 bits"):
+            evaluate(lambda k, batch: loss_fn({"w": k}, batch), [batch], data_mesh(1), params=WIDE)

@@ -16,7 +16,7 @@ from jax_ddp_weighting import (
     weighted_multi_steps,
     weighted_sum,
 )
-from jax_ddp_weighting.train.step import STEP_ENGINES
+from jax_ddp_weighting.train.step_options import STEP_ENGINES
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(12, 3)).astype(np.float32)

@@ -12,7 +12,7 @@ from jax_ddp_weighting import (
     make_train_step,
     weighted_sum,
 )
-from jax_ddp_weighting.train.step import STEP_ENGINES
+from jax_ddp_weighting.train.step_options import STEP_ENGINES
 
 
 @pytest.mark.parametrize("engine", STEP_ENGINES)

@@ -13,7 +13,7 @@ from jax_ddp_weighting import (
     batches,
     make_train_step,
 )
-from jax_ddp_weighting.train.step import STEP_ENGINES
+from jax_ddp_weighting.train.step_options import STEP_ENGINES
 
 
 def reference_losses(plan, epochs, tx):

@@ -13,7 +13,7 @@ from jax_ddp_weighting import (
     weighted_multi_steps,
     weighted_sum,
 )
-from jax_ddp_weighting.train.step import STEP_ENGINES
+from jax_ddp_weighting.train.step_options import STEP_ENGINES
 
 
 def mean_loss(params, batch):

@@ -126,3 +126,21 @@ def test_sums_by_hand_are_nan_where_a_weight_is_bad():
         jnp.stack([GOOD, with_bad((0, -1.0))])
     )
     assert np.isnan(shares).all()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_weights_whose_sum_is_too_large_to_divide_by_are_said(microbatches):
+    def loss_fn(w, batch):
+        x, weights = batch
+        return weighted_sum(w * x, weights)
+
+    with jax.enable_x64(False):
+        step = jax.jit(value_and_grad(loss_fn, microbatches=microbatches))
+        for weight in (3e38, 4e37):  # the sum is infinite; and 1 over it is below the least normal
+            loss, gradient = step(1.0, (jnp.ones(4), jnp.full(4, weight)))
+            assert int(loss.bad_weights) > 0
+            assert np.isnan(loss.value)
+            assert float(gradient) == 0
+        loss, gradient = step(1.0, (jnp.ones(4), jnp.full(4, 2e37)))
+    assert int(loss.bad_weights) == 0
+    np.testing.assert_allclose(gradient, 1, rtol=1e-6)

@@ -7,7 +7,16 @@ import pytest
 import regimes
 from jax import lax
 
-from jax_ddp_weighting import WeightedSum, rank_share, value_and_grad, weighted_sum
+from jax_ddp_weighting import (
+    Batch,
+    WeightedSum,
+    data_mesh,
+    make_train_step,
+    rank_share,
+    valid_labels,
+    value_and_grad,
+    weighted_sum,
+)
 from jax_ddp_weighting.weighting.sums import divide
 
 VALUES = np.array([1.0, 3.0, 3.0, 3.0])
@@ -125,3 +134,76 @@ def test_a_coefficient_scales_the_value_and_the_gradient():
     loss, gradient = fn(jnp.float32(2.0), (VALUES, WEIGHTS))
     assert float(loss.value) == pytest.approx(3 * 14 / 3 + 0.5 * (2 + 7 / 3))
     assert float(gradient) == pytest.approx(3 * 7 / 3 + 0.5)
+
+
+WIDE = np.array([1, 2**32 + 1])
+"""More than 32 bits: JAX would take 1 for the second while x64 is off, without a word."""
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: weighted_sum(np.ones(2), WIDE), r"^weighted_sum: weights must be of at most 32"),
+        (lambda: weighted_sum(WIDE, np.ones(2)), r"^weighted_sum: losses must be of at most 32"),
+        (lambda: weighted_sum(WIDE), r"^weighted_sum: losses must be of at most 32"),
+        (lambda: valid_labels(WIDE), r"^valid_labels: labels must be of at most 32"),
+        (
+            lambda: weighted_sum(np.ones(2), np.array([1e-60, 1])),
+            r"^weighted_sum: weights must be above float32's least .* got 1e-60",
+        ),
+        (
+            lambda: value_and_grad(of_pair)(1.0, {"x": np.ones(2), "w": WIDE}),
+            r"^value_and_grad: batch\['w'\] must be of at most 32",
+        ),
+        (
+            lambda: value_and_grad(of_batch)(1.0, Batch(np.ones(2), np.arange(2), WIDE)),
+            r"^value_and_grad: weights must be of at most 32",
+        ),
+    ],
+)
+def test_numbers_on_the_host_that_jax_would_cut_are_refused(call, match):
+    with jax.enable_x64(False), pytest.raises(ValueError, match=match):
+        call()
+
+
+def of_pair(w, batch):
+    return weighted_sum(w * batch["x"], batch["w"])
+
+
+def of_batch(w, batch):
+    return weighted_sum(w * batch.data, batch.weights)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int4, jnp.uint4])
+def test_the_narrowest_dtypes_are_widened(dtype):
+    found = weighted_sum(jnp.full(300, 2, dtype), jnp.full(300, 3, dtype))
+    assert (float(found.total), float(found.weight), float(found.mean())) == (1800, 900, 2)
+    added = WeightedSum(jnp.ones((), dtype), jnp.ones((), dtype)) + found
+    assert (float(added.total), float(added.weight)) == (1801, 901)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "match"),
+    [
+        (["a"], "coefficients must be a dict of a number for each term, got list"),
+        ({"a": "1"}, "coefficients must be one number for each term, got '1' for 'a'"),
+        ({"a": None}, "coefficients must be one number for each term, got None for 'a'"),
+        ({"a": 1j}, "coefficients must be one number for each term, got 1j for 'a'"),
+        ({"a": np.ones(2)}, "coefficients must be one number for each term, got array"),
+    ],
+)
+def test_coefficients_that_are_none_are_named(coefficients, match):
+    makers = {
+        "value_and_grad": lambda: value_and_grad(of_pair, coefficients=coefficients),
+        "make_train_step": lambda: make_train_step(
+            of_pair, data_mesh(1), coefficients=coefficients
+        ),
+    }
+    for name, make in makers.items():
+        with pytest.raises(TypeError, match=f"^{name}: {match}"):
+            make()
+
+
+def test_complex_weights_are_refused():
+    with pytest.raises(TypeError, match=r"weighted_sum: weights must be real numbers, got complex"):
+        weighted_sum(jnp.ones(2), jnp.array([1j, 1]))

@@ -16,7 +16,8 @@ from jax_ddp_weighting.cli.epoch_audits import RANKS, AuditedEpoch, audit_epochs
 from jax_ddp_weighting.cli.plan_summary import audit_as_dict, describe_plan
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed.mesh import over_ranks
-from jax_ddp_weighting.sampling.plan import EpochPlan, Slots
+from jax_ddp_weighting.sampling.plan import EpochPlan
+from jax_ddp_weighting.sampling.slots import Slots
 from jax_ddp_weighting.testing.conventions import CONVENTIONS, candidates
 from jax_ddp_weighting.weighting.gradient import value_and_grad
 from jax_ddp_weighting.weighting.sums import WeightedSum, weighted_sum
