@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,11 @@ class Recording:
 
     def __init__(self, torch: Any, model: Any, loss_of_example: Callable[[Any, Any], Any]):
         self._torch = torch
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"record: model must be a module of torch, got {type(model).__name__}. Give what "
+                "is trained, or DDP's wrapper around it."
+            )
         wrapper = type(model).__name__ == "DistributedDataParallel"
         self._model = model.module if wrapper else model  # whose forward is no step of DDP's
         self._loss_of = loss_of_example
@@ -49,8 +54,9 @@ class Recording:
 
         Raises:
             ValueError: lengths differ, a weight is negative or not finite, a loss is no scalar,
-                or the optimizer has stepped.
+                the model normalises by the batch's own statistics, or the optimizer has stepped.
         """
+        self._check_rows_are_apart()
         if self.gradient:
             raise ValueError(
                 "record: add must be called before the optimizer steps, got a call after it: the "
@@ -86,6 +92,19 @@ class Recording:
         self.weights += given.tolist()
         self.microbatch += [self._microbatches] * count
         self._microbatches += 1
+
+    def _check_rows_are_apart(self) -> None:
+        """Raises where an example has no gradient of its own, since others are in its output."""
+        nn = self._torch.nn
+        norms = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+        for name, module in self._model.named_modules():
+            if isinstance(module, norms) and (module.training or module.running_mean is None):
+                raise ValueError(
+                    "record: model must normalise each example by itself, got "
+                    f"{type(module).__name__} {name!r} with the batch's own statistics, under "
+                    "which no example has a gradient of its own. Call eval() of such modules for "
+                    "the step that is recorded."
+                )
 
     def take_gradient(self) -> None:
         """Copies the gradients that lie in the parameters."""
@@ -135,6 +154,7 @@ def record(
         step of a small model, fewer examples than parameters.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: no example was added, there are no gradients, the optimizer stepped twice, or
             processes hold different gradients.
         ModuleNotFoundError: torch is not installed.
@@ -213,7 +233,7 @@ def _to_host(torch: Any, gradient: Any, parameter: Any) -> np.ndarray:
 
 
 def _leaves(examples: Any) -> list[Any]:
-    if isinstance(examples, dict):
+    if isinstance(examples, Mapping):
         examples = list(examples.values())
     if isinstance(examples, list | tuple):
         return [leaf for each in examples for leaf in _leaves(each)]
@@ -232,7 +252,7 @@ def _count_rows(examples: Any) -> int:
 
 
 def _take_row(examples: Any, row: int) -> Any:
-    if isinstance(examples, dict):
+    if isinstance(examples, Mapping):
         return {key: _take_row(value, row) for key, value in examples.items()}
     if isinstance(examples, list | tuple):
         rows = [_take_row(each, row) for each in examples]

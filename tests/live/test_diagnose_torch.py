@@ -283,24 +283,39 @@ def test_a_record_changes_nothing_of_the_script_and_holds_the_step(tmp_path):
     assert cli.run(["diagnose", "--gradients", str(tmp_path / "step.npz")]) == 1
 
 
+class Counted(torch.nn.Module):
+    """Changes its buffer at every call in training, as quantization's observers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += self.training
+        return x
+
+
 def test_buffers_and_random_streams_of_a_training_model_stay(tmp_path):
-    model = torch.nn.Sequential(net(), torch.nn.Dropout())
-    model[0][1] = torch.nn.BatchNorm1d(5, momentum=0.5)
-    model.eval()
-    model[0][1].train()  # with one row there are no statistics
-    examples = {name: value.repeat_interleave(1, 0) for name, value in batch().items()}
-    before = model[0][1].running_mean.clone()
-    pairs = {name: torch.stack([value, value + 1], 1) for name, value in examples.items()}
-
-    def loss(module, example):
-        return (module(example["x"][0]) - example["y"][0]).square().sum()
-
-    state = torch.random.get_rng_state()
-    with record(tmp_path / "step.npz", model, loss) as step:
-        step.add(pairs)
-        assert torch.equal(before, model[0][1].running_mean)
+    norm = torch.nn.BatchNorm1d(6).eval()  # averages as they are: each row by itself
+    model = torch.nn.Sequential(norm, Counted(), net().eval(), torch.nn.Dropout())
+    examples, state = batch(), torch.random.get_rng_state()
+    with record(tmp_path / "step.npz", model, loss_of) as step:
+        step.add(examples)
+        assert model[1].calls == 0
         assert torch.equal(state, torch.random.get_rng_state())
-        model(pairs["x"][0]).sum().backward()
+        model(examples["x"]).sum().backward()
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_model_that_normalises_by_the_batch_has_no_gradient_of_one_example(tracked, tmp_path):
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(3, track_running_stats=tracked), net())
+    model.train(tracked)
+    said = "record: model must normalise each example by itself, got BatchNorm2d '0'"
+    with (
+        pytest.raises(ValueError, match=said),
+        record(tmp_path / "step.npz", model, loss_of) as step,
+    ):
+        step.add(batch())
 
 
 def stepped(tmp_path, change):
@@ -359,6 +374,11 @@ def test_what_has_no_parameters_or_a_loss_for_all_is_refused(tmp_path):
 
     said = "record: model must have parameters that require gradients"
     refused(said, "x.npz", torch.nn.Tanh(), loss_of)
+    with (
+        pytest.raises(TypeError, match="record: model must be a module of torch, got int"),
+        record(tmp_path / "x.npz", 3, loss_of),
+    ):
+        pass
     refused(r"record: path must end in \.npz, got", "x.pt", net(), loss_of)
     rows = lambda module, example: module(example["x"])[0]  # noqa: E731
     said = "record: loss_of_example must return the scalar loss of one example, got Tensor"
