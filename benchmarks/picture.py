@@ -1,7 +1,8 @@
-"""The table of ratios as a picture: a point for each ratio, beside that of an earlier run."""
+"""The table of ratios as a picture, a point for each beside that of an earlier run; and curves."""
 
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 _FASTER, _SLOWER, _BEFORE = "#2f855a", "#dd6b20", "#4a5568"
@@ -45,3 +46,44 @@ def draw(now: dict[str, dict[str, float] | None], before: dict[str, dict[str, fl
 def save(path: Path, now: dict, before: dict) -> None:
     """Write the picture as PNG."""
     draw(now, before).savefig(path, format="png", dpi=120)
+
+
+_CURVES = {
+    "MiB": "memory, MiB",
+    "descriptors": "file descriptors",
+    "threads": "Python threads",
+    "keys": "keys in the service",
+}
+
+
+def draw_curves(curves: list[dict[str, list[dict[str, float]]]], times: dict[str, int]) -> Figure:
+    """What processes hold as they go on: a column for what they do, a row for what they hold.
+
+    Args:
+        curves: for each process, by what it does, samples at equal distances.
+        times: how often each is done, from the first sample to the last.
+    """
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    grid = figure.subplots(len(_CURVES), len(times), sharex="col", sharey="row", squeeze=False)
+    for row, (what, label) in zip(grid, _CURVES.items(), strict=True):
+        for axes, (name, count) in zip(row, times.items(), strict=True):
+            for process, (found, color) in enumerate(zip(curves, (_FASTER, _SLOWER), strict=True)):
+                held = [sample[what] for sample in found[name]]
+                done = [count * part / (len(held) - 1) for part in range(len(held))]
+                axes.plot(done, held, color=color, label=f"process {process}")
+            axes.tick_params(labelsize=7)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            axes.locator_params(axis="x", nbins=5)
+        most = max(sample[what] for each in curves for found in each.values() for sample in found)
+        row[0].set_ylim(0, 1.3 * most + 1)
+        row[0].set_ylabel(label, fontsize=8)
+    for axes, name in zip(grid[-1], times, strict=True):
+        axes.set_xlabel(name, fontsize=8)
+    grid[0][0].legend(fontsize=7, loc="lower right")
+    return figure
+
+
+def save_curves(path: Path, curves: list, times: dict[str, int]) -> None:
+    """Write the curves as SVG, the same bytes for the same curves."""
+    with rc_context({"svg.hashsalt": "curves", "svg.fonttype": "none"}):
+        draw_curves(curves, times).savefig(path, format="svg", metadata={"Date": None})

@@ -35,9 +35,9 @@ PUBLIC = {
     ),
     "train": (
         *("BatchNorm", "EpochReport", "NnxBatchNorm", "RestoredRun", "StepReport"),
-        *("clip_by_global_norm", "global_norm", "make_nnx_train_epoch", "make_nnx_train_step"),
-        *("make_optax_epoch", "make_optax_step", "make_train_epoch", "make_train_step"),
-        *("restore_run", "save_run", "weighted_multi_steps"),
+        *("clip_by_global_norm", "finish_saving", "global_norm", "make_nnx_train_epoch"),
+        *("make_nnx_train_step", "make_optax_epoch", "make_optax_step", "make_train_epoch"),
+        *("make_train_step", "restore_run", "save_run", "weighted_multi_steps"),
     ),
     "evaluation": (
         *("Evaluation", "Predictions", "due_step", "evaluate", "gather_by_id", "held_ids"),

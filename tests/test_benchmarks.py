@@ -1,5 +1,6 @@
 """The runner of the benchmarks: one table of ratios, kept, and compared with the run before."""
 
+import importlib
 import json
 import re
 import shutil
@@ -133,3 +134,19 @@ def test_every_benchmark_of_ours_keeps_its_ratios():
             # `line` prints a ratio and keeps it
             keeps = r"^from (ratios import .*\bkeep|sampler import .*\bline)\b"
             assert re.search(keeps, source, re.MULTILINE), path.name
+
+
+def test_curves_of_long_runs_are_drawn_and_the_same_bytes_again(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    picture = importlib.import_module("picture")
+    sample = {"MiB": 200.0, "descriptors": 20, "threads": 2, "keys": 0}
+    curves = [{"steps": [sample] * 11} for _ in range(2)]
+    for name in ("first", "second"):
+        picture.save_curves(tmp_path / name, curves, {"steps": 5_000})
+    drawn = (tmp_path / "first").read_text()
+    assert drawn == (tmp_path / "second").read_text()
+    for text in ("steps", "memory, MiB", "keys in the service", "process 1"):
+        assert f">{text}</text>" in drawn
+    committed = (ROOT / "docs" / "pictures" / "long-runs.svg").read_text()
+    for text in ("steps", "agreements", "iterators", "file descriptors"):
+        assert f">{text}</text>" in committed

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty
 from typing import TypeVar
@@ -23,10 +23,16 @@ from jax_ddp_weighting.distributed.under_way import list_under_way, list_unfinis
 S = TypeVar("S")
 T = TypeVar("T")
 _SLICE_S = 0.5
+_LONGEST = 1e8  # seconds, three years: what waits so long is given up by another limit
+_FAILED = "failed "
 
 
 class AbsentError(RuntimeError):
     """A process that has not come, or is gone; the message names it."""
+
+
+class FailedError(RuntimeError):
+    """Another process has failed; the message names it, and says why."""
 
 
 class Waiting:
@@ -87,15 +93,55 @@ class Waiting:
         """
         if self.alone:
             return finish(start())
+        self._settle()
+        self._waits += 1
+        return self._await(start, finish)
+
+    def run(self, call: Callable[[], T]) -> T:
+        """`call()`, in which processes wait for each other by means that know no limit.
+
+        The rule: it is over when it is over on all of them. Where it fails on one, that one raises
+        its own error, and the others are told of it and wait no longer.
+
+        Raises:
+            AbsentError: a process is absent; it names who.
+            FailedError: it failed on another process; it names which, and why.
+            BaseException: whatever it raised here.
+        """
+        if self.alone:
+            return call()
+        self._settle()
+        self._waits += 1
+        over = self._meeting.aside(f"over {self._waits}")
+
+        def finish(_: None) -> T:
+            found = call()
+            # whoever left now would be absent where the others look for those who take long
+            over.conclude("", lambda said: "", timeout_s=_LONGEST)
+            return found
+
+        return self._await(lambda: None, finish, tells=True)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A block whose error on one process ends the waits of the others, and is told to them."""
+        try:
+            yield
+        except (AbsentError, FailedError):
+            raise  # all know
+        except Exception as error:  # whatever it is, the others wait for what will not come
+            if not self.alone:
+                self._tell_failure(self._meeting.aside(f"stalled {self._stalls}"), error)
+            raise
+
+    def _settle(self) -> None:
         # Steps that wait in collectives of their own hold the few threads of XLA's CPU client, and
         # a process that gives it one more thing to wait for may leave none for what others wait on.
         # What the user has computed meanwhile cannot be known, but what is there at first can.
         if under_way := list_under_way() if self._waits else list_unfinished():
             self._await(lambda: under_way, jax.block_until_ready)
-        self._waits += 1
-        return self._await(start, finish)
 
-    def _await(self, start: Callable[[], S], finish: Callable[[S], T]) -> T:
+    def _await(self, start: Callable[[], S], finish: Callable[[S], T], *, tells: bool = False) -> T:
         aside: Aside[T] | None = None
         while True:
             stalled = self._meeting.aside(f"stalled {self._stalls}")
@@ -105,14 +151,18 @@ class Waiting:
                 for seconds in self._slices(stalled):
                     with suppress(Empty):
                         return aside.wait(seconds)
-            except jax.errors.JaxRuntimeError as error:
+            except Exception as error:
+                if tells:
+                    self._tell_failure(stalled, error)
+                    raise
+                if not isinstance(error, jax.errors.JaxRuntimeError):
+                    raise
                 # over gloo only some get an error when a process is killed: they tell the rest
                 reason = f"the devices say: {str(error).splitlines()[0]}"
                 stalled.call()
-            except BaseException as error:
-                if not isinstance(error, Exception):  # a signal's: the others need not wait longer
-                    with suppress(RuntimeError):
-                        stalled.call()
+            except BaseException:  # a signal's: the others need not wait longer
+                with suppress(RuntimeError):
+                    stalled.call()
                 raise
             self._conclude(stalled, reason)
             self._stalls += 1  # all are there, so all count it
@@ -129,13 +179,35 @@ class Waiting:
             yield min(_SLICE_S, self._timeout_s)
         stalled.call()  # those who came later need not wait as long to be told
 
-    def _conclude(self, stalled: Meeting, reason: str) -> None:
+    def _tell_failure(self, stalled: Meeting, error: Exception) -> None:
+        error.add_note(
+            f"{self._caller}: the other processes are told, and stop here too. The devices are not "
+            "to be used again."
+        )
+        # the error itself is what is raised here: it may be the service that is gone
+        try:
+            stalled.call()
+            text = " ".join(str(error).split()).rstrip(".")
+            self._conclude(stalled, "", f"{type(error).__name__}: {text}")
+        except AbsentError as absent:
+            error.add_note(str(absent))
+        except RuntimeError:
+            pass
+
+    def _conclude(self, stalled: Meeting, reason: str, failure: str = "") -> None:
         def judge(said: dict[int, str]) -> str:
             each = {process: json.loads(text) for process, text in said.items()}
-            reasons = dict.fromkeys(reason for _, reason in each.values() if reason)
-            last = max(waits for waits, _ in each.values())
-            late = [process for process, (waits, _) in each.items() if waits < last]
+            failures = [f"process {p} failed: {text}" for p, (_, _, text) in each.items() if text]
+            reasons = dict.fromkeys(reason for _, reason, _ in each.values() if reason)
+            last = max(waits for waits, _, _ in each.values())
+            late = [process for process, (waits, _, _) in each.items() if waits < last]
             absent = [process for process in self.among if process not in said]
+            if failures and not absent:
+                return (
+                    f"{_FAILED}{self._caller}: {'; '.join(failures)}. Every process stops here; "
+                    "the devices are not to be used again."
+                )
+            reasons |= dict.fromkeys(failures)
             who = [f"{name_ranks(absent, 'process')} absent"] if absent else []
             who += [f"{name_ranks(late, 'process')} late"] if late else []
             if not (who or reasons):
@@ -147,7 +219,9 @@ class Waiting:
                 "gives more time."
             )
 
-        said = json.dumps([self._waits, reason])
+        said = json.dumps([self._waits, reason, failure])
         text = stalled.conclude(said, judge, timeout_s=find_grace(self._timeout_s))
+        if text.startswith(_FAILED):
+            raise FailedError(text.removeprefix(_FAILED))
         if text:
             raise AbsentError(text)

@@ -75,6 +75,7 @@ def evaluate(
     `batches(plan, ...)` does whatever the number of examples. One that does not come, gives fewer
     or is gone is named on the others, `timeout_s` after they began to wait for a result, and at
     most a quarter of that or 10 s more; where all wait, the devices are slow, and are waited for.
+    An error of `batches` or `metric_fn` on one process is told to the others within seconds.
 
     Args:
         metric_fn: `metric_fn(batch)` returns a dict of `WeightedSum`s, each over its own weight, or
@@ -103,7 +104,7 @@ def evaluate(
             passed 2**31 in one step; a weight is an array of another shape than its total; a
             shape changes from step to step, or with the number of rows; a batch has `missing`
             weight; the mesh lacks the axis.
-        RuntimeError: another process is absent; it names it.
+        RuntimeError: another process failed or is absent; it names it.
 
     Example:
         >>> def metric_fn(params, batch):
@@ -122,7 +123,7 @@ def evaluate(
         (0.4, 2, 5)
     """
     check_empty(empty, caller="evaluate")
-    ranks = meshes.num_ranks(mesh, axis_name, caller="evaluate")
+    meshes.num_ranks(mesh, axis_name, caller="evaluate")
     timeout_s = check_timeout("evaluate: timeout_s", timeout_s)
     waiting = Waiting(
         "evaluate", timeout_s, RankPlacement.of(mesh, axis_name, caller="evaluate").processes
@@ -131,6 +132,22 @@ def evaluate(
     everywhere = meshes.replicated_sharding(mesh)
     check_tree_not_cut(params, "params", caller="evaluate")
     first = () if params is None else (meshes.place(params, everywhere),)
+    with waiting.telling():
+        totals = _sum_batches(metric_fn, batches, mesh, axis_name, first, waiting)
+    return totals.evaluation(empty)
+
+
+def _sum_batches(
+    metric_fn: MetricFn,
+    batches: Iterable[Batch],
+    mesh: Mesh,
+    axis_name: AxisName,
+    first: tuple[PyTree, ...],
+    waiting: Waiting,
+) -> StepSums:
+    """The sums of all batches' metrics."""
+    ranks = meshes.num_ranks(mesh, axis_name, caller="evaluate")
+    everywhere = meshes.replicated_sharding(mesh)
     # jit keeps what it compiled by the function itself, so a second `evaluate` compiles nothing
     compiled = jax.jit(_find_counting(metric_fn), out_shardings=everywhere)
     totals = StepSums("evaluate")
@@ -172,7 +189,7 @@ def evaluate(
             read(in_flight.popleft())
     while in_flight:
         read(in_flight.popleft())
-    return totals.evaluation(empty)
+    return totals
 
 
 def _find_counting(metric_fn: MetricFn) -> Callable[..., tuple[Any, Array]]:

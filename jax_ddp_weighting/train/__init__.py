@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_ddp_weighting.train.accumulation import weighted_multi_steps
 from jax_ddp_weighting.train.batch_norm import BatchNorm
-from jax_ddp_weighting.train.checkpoints import RestoredRun, restore_run, save_run
+from jax_ddp_weighting.train.checkpoints import RestoredRun, finish_saving, restore_run, save_run
 from jax_ddp_weighting.train.epoch import make_train_epoch
 from jax_ddp_weighting.train.epoch_program import EpochReport
 from jax_ddp_weighting.train.optax_epoch import make_optax_epoch
@@ -30,6 +30,7 @@ __all__ = [
     "RestoredRun",
     "StepReport",
     "clip_by_global_norm",
+    "finish_saving",
     "global_norm",
     "make_nnx_train_epoch",
     "make_nnx_train_step",

@@ -5,6 +5,7 @@
 
 import re
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +17,14 @@ LIMIT_S = 4
 SLACK_S = 8  # on a busy machine, over the limit and a quarter of it
 
 PROGRAM = r"""
-import logging, os, signal, sys, threading, time
+import logging, os, resource, signal, sys, tempfile, threading, time
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
 import jax_ddp_weighting as jdw
 
-PLACE, FAULT, WHO, LIMIT = sys_place, sys_fault, sys_who, sys_limit
+PLACE, FAULT, WHO, LIMIT, FOLDER = sys_place, sys_fault, sys_who, sys_limit, sys_folder
 mesh = jdw.data_mesh()
 plan = jdw.EpochPlan(60, num_replicas=3, batch_size=2)
 rows = np.ones((60, 4096), np.float32)
@@ -57,6 +58,8 @@ def strike():
         time.sleep(LIMIT + 4)
     if FAULT == "raises":
         raise OSError("disk gone")
+    if FAULT == "has a full disk":  # as good as: no file may be longer, whoever writes it
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
 
 def fetch(ids):
     fetch.calls += 1
@@ -72,6 +75,15 @@ def train(epoch, **options):
         state, report = step(state, batch)
         float(report.loss.value)
         started[0] = time.monotonic() if fetch.strikes > 0 else started[0]
+        in_loop()
+
+def in_loop():
+    "What the loop does besides; it strikes at its fifth step, or never."
+    in_loop.steps += 1
+    if in_loop.steps == in_loop.strikes:
+        strike()
+
+in_loop.steps, in_loop.strikes = 0, -1
 
 def start():
     strike()
@@ -82,19 +94,28 @@ def in_a_step():
     fetch.calls, fetch.strikes = 0, 4
     train(1)
 
+def in_the_loop_of_batches():
+    in_loop.strikes = 5
+    train(0)
+
+def in_the_loop_of_a_join():
+    in_loop.strikes = 5
+    in_a_join(strikes=-1)
+
 def at_a_boundary():
     train(0)
     strike()
     train(1)
 
-def in_a_join():
+def in_a_join(strikes=4):
     global state
     stream = ([jdw.Batch.of(fetch(np.arange(2)))][0] for _ in range(8))
-    fetch.strikes = 4
+    fetch.strikes = strikes
     for batch in jdw.join_batches(stream, mesh, timeout_s=LIMIT):
         state, report = step(state, batch)
         float(report.loss.value)
         started[0] = time.monotonic()
+        in_loop()
 
 def in_evaluation():
     batches = list(jdw.batches(plan, 0, fetch, mesh))
@@ -112,18 +133,58 @@ def while_gathering():
     strike()
     jdw.gather_by_id(ids, None, ids, timeout_s=LIMIT)
 
-def in_a_checkpoint():
+def in_a_ledger():
     ledger = jdw.Ledger(60, epoch=0)
     jdw.gather_ledger(ledger)
     strike()
     jdw.gather_ledger(ledger, timeout_s=LIMIT)
+
+class Struck:
+    "A number of the state, which strikes as Orbax asks for it: the others wait in Orbax."
+    shape, dtype = (), np.dtype("float32")
+    def __array__(self, dtype=None, copy=None):
+        strike()
+        return np.zeros((), np.float32)
+
+def save(number, tree, ledger=True):
+    position = jdw.RunPosition.of(plan, 0, number, manifest_hash="m")
+    ledger = jdw.Ledger(60, epoch=0) if ledger else None
+    jdw.save_run(save.manager, number, tree, position, ledger, timeout_s=LIMIT)
+    started[0] = time.monotonic()
+
+def before_a_checkpoint():
+    train(0)
+    save(1, state.params, ledger=False)
+    strike()
+    save(2, state.params, ledger=False)
+
+def inside_a_checkpoint():
+    train(0)
+    save(1, state.params)
+    save(2, {**state.params, "x": Struck()})
+
+def after_a_checkpoint():
+    "In the background; of chance, so that Orbax cannot make it small."
+    noise = np.random.default_rng(0).normal(size=(3, 20_000))
+    shards = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    noise = jax.device_put(noise.astype(np.float32), shards)
+    save(1, {"w": noise})
+    jdw.finish_saving(save.manager)
+    strike()
+    save(2, {"w": noise})
+    jdw.finish_saving(save.manager, timeout_s=LIMIT)
+
+if PLACE.endswith("a checkpoint"):
+    import orbax.checkpoint as ocp
+    save.manager = ocp.CheckpointManager(FOLDER)
 
 try:
     globals()[PLACE.replace(" ", "_")]()
     say("nothing")
 except BaseException as error:
     say(f"{type(error).__name__}: {error}")
-time.sleep(4 if rank else 7)  # process 0 ends all others
+# process 0 ends all others; and one that is gone is found by the devices before it is named
+time.sleep(8 if rank == WHO else 4 if rank else 7)
 os._exit(0)
 """
 
@@ -158,7 +219,9 @@ PLACES = (
     "in a join",
     "in evaluation",
     "while gathering",
-    "in a checkpoint",
+    "in a ledger",
+    "before a checkpoint",
+    "inside a checkpoint",
 )
 _NAMED = {
     "start": r"DisagreementError: check_agreement: .*rank {} absent",
@@ -167,11 +230,14 @@ _NAMED = {
     "in a join": r"RuntimeError: join_batches: rank {} \(process {}\) absent",
     "in evaluation": r"AbsentError: evaluate: process {} absent",
     "while gathering": r"AbsentError: gather_by_id: process {} absent",
-    "in a checkpoint": r"AbsentError: gather_ledger: process {} absent",
+    "in a ledger": r"AbsentError: gather_ledger: process {} absent",
+    "before a checkpoint": r"AbsentError: save_run: process {} absent",
+    "inside a checkpoint": r"AbsentError: save_run: process {} absent",
 }
 # While process 0 is stopped the service is silent, whatever the place.
 _SILENT = r"process 0 does not answer|process 0\)? (absent|last heard)"
 # When it is killed JAX ends all others at once; what they were told before that is luck.
+_FAILED, _GONE = r"FailedError: {}: process {} failed: {}", "OSError: disk gone"
 _ENDED = r"JAX distributed service detected fatal errors"
 
 
@@ -182,10 +248,21 @@ def _cases() -> tuple[Case, ...]:
         devices = r"|Gloo|[Cc]onnection|devices say"  # over gloo some are told by it, and first
         for fault in ("killed", "stopped", "late"):
             told = named + (devices if fault == "killed" else "")
+            if (place, fault) == ("inside a checkpoint", "late"):
+                told = "nothing"  # all are there: the disk is slow, and is waited for
             cases.append(Case(place, fault, 1, told))
         cases.append(Case(place, "stopped", 0, _SILENT))
         cases.append(Case(place, "killed", 0, _ENDED, at_once=True))
     cases.append(Case("in a step", "raises", 1, r"process 1\) left the loop .* disk gone", True))
+    cases.append(Case("in the loop of batches", "raises", 1, r"log: batches: .*process 1\) left"))
+    cases.append(Case("in the loop of a join", "raises", 1, r"join_batches: .*\(process 1\)"))
+    cases.append(Case("while gathering", "raises", 1, _NAMED["while gathering"].format(1)))
+    cases.append(Case("in evaluation", "raises", 1, _FAILED.format("evaluate", 1, _GONE), True))
+    for who in (0, 1):
+        told = _FAILED.format("save_run", who, _GONE)
+        cases.append(Case("inside a checkpoint", "raises", who, told, True))
+        told = _FAILED.format("finish_saving", who, "RuntimeError: .*must have been written")
+        cases.append(Case("after a checkpoint", "has a full disk", who, told, True))
     cases.append(Case("in a join", "raises", 1, r"the stream failed .*OSError: disk gone", True))
     return tuple(cases)
 
@@ -199,11 +276,12 @@ def run(case: Case) -> list[str]:
     Raises:
         AssertionError: one was told something else, too late, or nothing.
     """
-    program = PROGRAM
-    values = {"place": case.place, "fault": case.fault, "who": case.who, "limit": LIMIT_S}
-    for name, value in values.items():
-        program = program.replace(f"sys_{name}", repr(value))
-    ended = processes.launch(program, 3, timeout_s=60, heartbeat_s=45)
+    with tempfile.TemporaryDirectory() as folder:
+        program = PROGRAM
+        values = {"place": case.place, "fault": case.fault, "who": case.who, "limit": LIMIT_S}
+        for name, value in {**values, "folder": folder}.items():
+            program = program.replace(f"sys_{name}", repr(value))
+        ended = processes.launch(program, 3, timeout_s=60, heartbeat_s=45)
     found = []
     for rank, each in enumerate(ended):
         if rank == case.who:

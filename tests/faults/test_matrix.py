@@ -9,7 +9,10 @@ QUICK = {
     "stopped in a join, process 0",
     "late while gathering, process 1",
     "raises in a step, process 1",
-    "killed in a checkpoint, process 0",
+    "raises in evaluation, process 1",
+    "raises inside a checkpoint, process 0",
+    "has a full disk after a checkpoint, process 1",
+    "killed in a ledger, process 0",
 }
 
 
