@@ -70,8 +70,9 @@ class GlobalLoss:
         bad_weights: how many weights of the step cannot count, because they are negative, NaN,
             infinite, or a sum that passed 2**31 before it came here: rows of a `Batch`; and where
             no row is bad, or no `Batch` was given, terms, on each rank and microbatch; and, where
-            all weights are good, divisors. If there are any, nothing is counted: the value is NaN,
-            and the gradient and all terms are 0, as in a step without weight.
+            all weights are good, divisors, and terms whose float weight over the whole step is too
+            large to divide by (8.5e37 in float32). If there are any, nothing is counted: the value
+            is NaN, and the gradient and all terms are 0, as in a step without weight.
         divisors: what a term was divided by in place of its weight, a scalar of at least float32,
             by the name of each term that was given a divisor.
         statistics: those of the whole step, as the loss function was given them; None without.
