@@ -97,11 +97,17 @@ def undo(
         after: parameters and optimizer's state after it.
 
     Raises:
-        ValueError: the states are none of this optimizer; no part of them is affine in the
-            gradient; or another gradient explains one part than another.
+        ValueError: the optimizer has windows; the states are none of this optimizer; no part of
+            them is affine in the gradient; or another gradient explains one part than another.
     """
     new_params, new_state = after
-    structure = jax.tree.structure(jax.eval_shape(optimizer.init, params))
+    own = jax.eval_shape(optimizer.init, params)
+    if is_window(own):
+        raise ValueError(
+            "diagnose_step: optimizer must be the one inside the windows, got one that accumulates "
+            "itself, as weighted_multi_steps and optax.MultiSteps do. Give what it was made of."
+        )
+    structure = jax.tree.structure(own)
     old, new = (_find_own(each, structure) for each in (opt_state, new_state))
     moved = jax.tree.map(lambda a, b: jnp.asarray(b) - jnp.asarray(a), params, new_params)
     observed = [*_find_like(new, params), jax.tree.leaves(moved)]

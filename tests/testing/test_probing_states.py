@@ -183,6 +183,12 @@ def test_a_state_of_ones_own_is_taken_with_its_optimizer():
         ),
         (optax.adam(0.1), optax.sgd(0.1), "the one that the step's state belongs to"),
         (optax.adam(0.1), optax.adam(0.2), "one that moves from the same state to another"),
+        (optax.sgd(0.1), weighted_multi_steps(optax.sgd(0.1), 2), "the one inside the windows"),
+        (
+            optax.sgd(0.1),
+            optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+            "the one inside the windows",
+        ),
     ],
 )
 def test_what_cannot_be_undone_is_said(applied, told, message):
