@@ -307,7 +307,7 @@ def _from_json_lines(kind: _Kind, path: Path, column: str | None) -> _Slots:
 
 def _in_column(kind: _Kind, where: str, line: bytes, column: str | None) -> list[Any]:
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:  # the latter where it is nested too deeply
         raise ValueError(
             f"{where}: must be a JSON object, got {line[:40]!r} ({_one_line(error)}). JSON lines"
@@ -332,6 +332,16 @@ def _in_column(kind: _Kind, where: str, line: bytes, column: str | None) -> list
             f" {column!r}. A batch is one list of them."
         )
     return values
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which Python would keep the last of several values under one name."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice!r} twice")
+    return found
 
 
 def _one_line(error: BaseException) -> str:

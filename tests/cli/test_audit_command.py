@@ -178,6 +178,7 @@ def test_ids_beyond_the_dataset_are_strays(tmp_path, capsys):
         ("audit -n 10 ids.jsonl --column ids", r"got no column 'ids'. This line has 'step', 'id'"),
         ("audit -n 10 ids.jsonl --column step", r"line 2: ids must be integers .* got \"one\""),
         ("audit -n 10 cut.jsonl --column id", r"cut.jsonl: line 1: must be a JSON object"),
+        ("audit -n 10 twice.jsonl --column id", r"line 1: must be .* \(the name 'id' twice\)"),
         ("audit -n 10 list.jsonl --column id", r"list.jsonl: line 1: must be a JSON object"),
         ("audit -n 10 ids.txt --column id", r"a column is for JSON lines"),
         (
@@ -198,6 +199,7 @@ def test_bad_input_gets_one_line(arguments, said, tmp_path, monkeypatch, capsys)
     Path("folder").mkdir()
     Path("ids.txt").write_text("0 1 2")
     Path("short.txt").write_text("1 1")
+    Path("twice.jsonl").write_text('{"id": 1, "id": 2}')
     Path("minus.txt").write_text("1 1 -1")
     Path("words.txt").write_text("0 1\ntwo")
     Path("floats.txt").write_text("0.5")
