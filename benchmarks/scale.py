@@ -1,12 +1,13 @@
-"""What nobody here can run: agreement of 1,024 processes, and plans of 65,536 ranks.
+"""What nobody here can run: agreement of 10,240 processes, and plans of 65,536 ranks.
 
-`python benchmarks/scale.py` holds meetings of so many simulated processes, threads of this one,
-through a real coordination service, that of `jax.distributed` on this machine: the keys, the calls
-and the conclusions are those of real processes; one machine serves and asks, so the seconds are an
-upper bound of the service's. Then the arithmetic of plans, positions and budgets, which needs no
-other process. The ratios that are kept are those of calls and bytes a process at 1,024 processes to
-those at 128, 1 where they do not grow. (10,240 threads starve the service on two cores, which ends
-the program.)
+`python benchmarks/scale.py` holds meetings of so many simulated processes through a real
+coordination service, that of `jax.distributed` on this machine: the keys, the calls and the
+conclusions are those of real processes; one machine serves and asks, so the seconds are an upper
+bound of the service's. Up to 1,024 processes are threads that wait for each other. 10,240 take
+turns on a few threads, since so many waiting ones starve two cores: all speak, and when the last
+one has judged all hear. Then the arithmetic of plans, positions and budgets, which needs no other
+process. The ratios that are kept are those of calls and bytes a process to those at 128 processes,
+1 where they do not grow.
 """
 
 import json
@@ -16,11 +17,14 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 from ratios import headed, keep
 
-PROCESSES = (128, 1_024)
+PROCESSES = (128, 1_024, 10_240)
+THREADS = 1_024  # above so many processes they take turns
 RANKS = 65_536
 
 
@@ -47,28 +51,68 @@ class Counting:
         return counted
 
 
+class Speaking(Counting):
+    """A client of processes that take turns: none of them waits."""
+
+    def blocking_key_value_get(self, *_):
+        raise Spoken
+
+
+class Spoken(RuntimeError):
+    """This process has said what it has to say, and will hear the conclusion in another turn."""
+
+
+class Hearing:
+    """A client of processes that have spoken: what they say again is not sent."""
+
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def key_value_set(self, key, value):
+        assert "/said/" in key
+
+    def key_value_increment(self, key, by):
+        return by if key.endswith("/spoken") else self._client.key_value_increment(key, by)
+
+
 def hold(count, topic, said, judge):
     """One meeting of so many processes: seconds, calls, bytes, and what all were told."""
     from jax_ddp_weighting.distributed import coordination
 
-    counting = Counting(coordination.distributed.global_state.client)
-    coordination._client = lambda: counting
+    service = coordination.distributed.global_state.client
+    counting = Counting(service)
     among, told = tuple(range(count)), [None] * count
     runs = "-".join(coordination._runs(among))
 
     def take_part(index):
         folder = f"jax_ddp_weighting/{topic}/{runs}/0"
         meeting = coordination.Meeting(folder, index, among)
-        told[index] = meeting.conclude(said(index), judge, timeout_s=300)
+        with suppress(Spoken):
+            told[index] = meeting.conclude(said(index), judge, timeout_s=300)
 
-    threads = [threading.Thread(target=take_part, args=(index,)) for index in among]
     start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    if count <= THREADS:
+        coordination._client = lambda: counting
+        threads = [threading.Thread(target=take_part, args=(index,)) for index in among]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    else:
+        counting = Speaking(service)
+        with ThreadPoolExecutor(32) as pool:  # process 0 comes first, and so is not the last
+            coordination._client = lambda: counting
+            list(pool.map(take_part, among))
+            hearing = Counting(service)
+            hearing.calls, hearing.bytes = counting.calls, counting.bytes
+            coordination._client = lambda: Hearing(hearing)
+            list(pool.map(take_part, [index for index in among if told[index] is None]))
+            counting = hearing
     seconds = time.perf_counter() - start
-    left = len(counting._client.key_value_dir_get("jax_ddp_weighting/"))
+    left = len(service.key_value_dir_get("jax_ddp_weighting/"))
     (conclusion,) = set(told)
     return seconds, counting, conclusion, left
 
