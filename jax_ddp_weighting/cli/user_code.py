@@ -50,9 +50,13 @@ def load(command: str, target: str) -> Callable[..., Any]:
         if isinstance(cause, ModuleNotFoundError) and f"{module_name}.".startswith(
             f"{cause.name}."
         ):
+            remedy = "Name it as an import statement would, or go to its folder."
+            if module_name.endswith(".py"):  # the name of its file
+                named = module_name.removesuffix(".py").replace("/", ".")
+                remedy = f"Name it as an import statement would: {named}:{function_name}"
             raise ValueError(
                 f"{command}: module {cause.name!r} was not found, neither installed nor in"
-                f" {Path.cwd()}. Name it as an import statement would, or go to its folder."
+                f" {Path.cwd()}. {remedy}"
             ) from None
         raise
     with in_one_line(f"{command}: looking for {function_name} in {module_name}"):

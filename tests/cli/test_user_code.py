@@ -36,6 +36,8 @@ def test_json_is_one_document_where_users_code_prints(users, arguments, capsys):
         ("parity users:USERS", r"must hold a function"),
         ("parity nowhere:case", r"module 'nowhere' was not found"),
         ("parity users.deeper:case", r"module 'users.deeper' was not found"),
+        ("parity users.py:case", r"'users.py' was not found.* statement would: users:case$"),
+        ("parity src/users.py:case", r"was not found.* statement would: src.users:case$"),
         ("parity torn:f", r"importing torn raised SyntaxError: .*torn.py, line 1\)"),
         ("parity needy:f", r"raised ModuleNotFoundError: .*'not_installed_at_all' \(.*line 1\)"),
         (
