@@ -17,8 +17,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Thousands of tiny programs run once each: LLVM's optimizations and, where XLA lets us choose, its
 # emitters of fusions are half of what they cost. `XLA_FLAGS='' make test` compiles as users do.
-# Nor do they need several threads for one product, which on many devices may wait for each other.
-QUICK = ["--xla_backend_optimization_level=0", "--xla_cpu_multi_thread_eigen=false"]
+QUICK = ["--xla_backend_optimization_level=0"]
 if version("jaxlib").startswith("0.10."):  # 0.12 has no such flag, and an unknown one is fatal
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK))

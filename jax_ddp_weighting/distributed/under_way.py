@@ -8,9 +8,14 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-STEPS_UNDER_WAY = 16
-"""How many steps may be under way on several CPU devices, whose threads some 48 unread ones
-starve: XLA waits 40 s for a thread, and then aborts the process."""
+STEPS_UNDER_WAY = 2
+"""How many steps may be under way on several CPU devices.
+
+XLA's CPU client has a thread for each device, and lets 32 computations of a device be in flight.
+Whoever launches the next one waits in one of those threads, which the steps in flight need to meet
+in their collectives: XLA waits 40 s for the last one, and aborts the process. What users compute
+from a report that is not there yet, such as a sum of losses, counts too: 15 such for each step.
+"""
 
 _under_way: deque[Any] = deque()
 

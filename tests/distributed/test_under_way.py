@@ -62,19 +62,19 @@ def most_under_way(seed, monkeypatch, steps=200):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_unfinished_steps_never_pass_the_bound(seed, monkeypatch):
-    assert most_under_way(seed, monkeypatch) == under_way.STEPS_UNDER_WAY == 16
+    assert most_under_way(seed, monkeypatch) == under_way.STEPS_UNDER_WAY == 2
 
 
 def test_a_bound_that_does_not_hold_is_seen(monkeypatch):
     """One more than the bound, and no wait at all."""
     wait = under_way._wait_until_ready
-    monkeypatch.setattr(under_way, "STEPS_UNDER_WAY", 17)
-    assert most_under_way(0, monkeypatch) == 17
-    monkeypatch.setattr(under_way, "STEPS_UNDER_WAY", 16)
+    monkeypatch.setattr(under_way, "STEPS_UNDER_WAY", 3)
+    assert most_under_way(0, monkeypatch) == 3
+    monkeypatch.setattr(under_way, "STEPS_UNDER_WAY", 2)
     monkeypatch.setattr(under_way, "_wait_until_ready", lambda array: None)
     assert most_under_way(0, monkeypatch) == 200
     monkeypatch.setattr(under_way, "_wait_until_ready", wait)
-    assert most_under_way(0, monkeypatch) == 16
+    assert most_under_way(0, monkeypatch) == 2
 
 
 def test_real_steps_never_pass_the_bound(monkeypatch):

@@ -217,10 +217,10 @@ def test_few_steps_are_under_way_on_cpu_devices(monkeypatch):
     monkeypatch.setattr(under_way, "_under_way", type(under_way._under_way)())
     for number in range(20):
         under_way.hold_back(Report(number))
-    assert waited == [0, 1, 2]  # the fourth is nobody's to wait for
-    assert under_way.STEPS_UNDER_WAY == 16
+    assert waited == [0, 1, 2, *range(4, 18)]  # the fourth is nobody's to wait for
+    assert under_way.STEPS_UNDER_WAY == 2
     step, state = make_train_step(scalar_loss, data_mesh(2)), scalar_state()
     for _ in range(60):  # left unread, these would starve XLA's threads
         state, _ = step(state, BATCH)
-    assert len(under_way._under_way) == 16
+    assert len(under_way._under_way) == 2
     assert int(state.step) == 60
