@@ -56,11 +56,28 @@ def pytest_xdist_make_scheduler(config, log):
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.split("::", 1)[0]
-            if file.endswith("test_examples.py"):  # each is a program of its own, and long
+            if is_program(file):
                 return nodeid
             return "processes" if starts_processes(file) else file
 
+    config.option.loadscopereorder = False  # which puts scopes of a single test last
     return ByFile(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """A worker begins with what takes longest, or the last ones would wait for one of them."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not is_long(item.nodeid.split("::", 1)[0]))
+
+
+def is_program(file):
+    """Whether each test of a file runs a program of its own, and a long one."""
+    return file.endswith("test_examples.py")
+
+
+def is_long(file):
+    return is_program(file) or bool(starts_processes(file))
 
 
 @cache
