@@ -26,10 +26,10 @@ def run_at(step):
     return RunPosition.of(PLAN, 0, step, manifest_hash="m"), ledger
 
 
-def tear(path, how):
+def tear(path, how, place=0.5):
     """A file as a broken disk, or a copy cut short, leaves it."""
     held = path.read_bytes()
-    middle = len(held) // 2
+    middle = int(place * len(held))
     torn = {
         "half": held[:middle],
         "empty": b"",
@@ -95,12 +95,22 @@ def test_other_numbers_than_were_saved_are_seen_by_their_sums_alone(two_saved, t
     with ocp.CheckpointManager(tmp_path / "without") as manager:
         save_run(manager, 2, torn_state(2), *run_at(2), sums=False)
     wrong = 0
+    # where in its files Orbax puts the numbers is its own affair
     for file in (tmp_path / "without" / "2" / "state").rglob("*"):
-        if file.is_file() and file.stat().st_size > 8000:
-            tear(file, "one bit")
+        if not file.is_file() or file.stat().st_size < 2000:
+            continue
+        whole = file.read_bytes()
+        for place in (0.3, 0.5, 0.7):
+            tear(file, "one bit", place)
             with ocp.CheckpointManager(tmp_path / "without") as manager:
-                run = restore_run(manager, torn_state(0))
+                try:
+                    run = restore_run(manager, torn_state(0))
+                except ValueError:  # what says how the numbers lie
+                    continue
+                finally:
+                    file.write_bytes(whole)
             wrong += not np.array_equal(run.state["w"], torn_state(2)["w"])
+    gc.collect()  # of the coroutines, before a test that minds them
     assert wrong
 
 
