@@ -171,7 +171,7 @@ def batches(
         except GeneratorExit:  # by a break, or an error in the loop
             watch.leave()
             raise
-        except Exception as error:
+        except Exception as error:  # of fetch or of its rows: the others' log says which
             watch.leave(f"{type(error).__name__}: {error}")
             raise
         finally:

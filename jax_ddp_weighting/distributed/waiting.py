@@ -151,7 +151,7 @@ class Waiting:
                 for seconds in self._slices(stalled):
                     with suppress(Empty):
                         return aside.wait(seconds)
-            except Exception as error:
+            except Exception as error:  # whatever it is: it is told, raised, or the devices' own
                 if tells:
                     self._tell_failure(stalled, error)
                     raise

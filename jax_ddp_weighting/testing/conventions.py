@@ -378,10 +378,13 @@ def measure_candidates(seen: Sequence[Seen]) -> list[tuple[Match, float]]:
     factors = np.array([each.factor for each in found])
     largest = np.zeros(len(found))
     for weights, counted in seen:
-        expected = _count_by_schemes(weights.shape, weights.astype(float).tobytes())[rows]
-        expected = factors[:, None] * expected
-        gaps = np.abs(counted.reshape(-1) - expected).max(axis=1)
-        sizes = np.abs(expected).max(axis=1)
+        by_scheme, flat = _count_by_schemes(weights), counted.reshape(-1)
+        gaps = np.zeros(len(found))
+        for start in range(0, flat.size, _BLOCK):  # a real batch may be large, and candidates many
+            here = slice(start, start + _BLOCK)
+            expected = factors[:, None] * by_scheme[rows, here]
+            gaps = np.maximum(gaps, np.abs(flat[here] - expected).max(axis=1))
+        sizes = factors * np.abs(by_scheme).max(axis=1)[rows]
         nothing = np.where(gaps == 0, 0.0, np.inf)
         off = np.divide(gaps, sizes, out=nothing, where=sizes > 0)
         largest = np.maximum(largest, off)
@@ -389,11 +392,18 @@ def measure_candidates(seen: Sequence[Seen]) -> list[tuple[Match, float]]:
 
 
 _ROWS = {id(scheme): row for row, scheme in enumerate(SCHEMES)}
+_BLOCK = 4096  # tokens; and no probe of few ranks has more
+
+
+def _count_by_schemes(weights: np.ndarray) -> np.ndarray:
+    """What each scheme counts under these weights, `[schemes, tokens of all ranks]`."""
+    if weights.size > _BLOCK:
+        return np.stack([scheme.counted(weights).reshape(-1) for scheme in SCHEMES])
+    return _count_probe(weights.shape, weights.astype(float).tobytes())
 
 
 @lru_cache(maxsize=256)  # the same few probes are asked of everything
-def _count_by_schemes(shape: tuple[int, ...], weights: bytes) -> np.ndarray:
-    """What each scheme counts under these float64 weights, `[schemes, tokens of all ranks]`."""
+def _count_probe(shape: tuple[int, ...], weights: bytes) -> np.ndarray:
     laid_out = np.frombuffer(weights).reshape(shape)
     return np.stack([scheme.counted(laid_out).reshape(-1) for scheme in SCHEMES])
 

@@ -75,7 +75,7 @@ def save_run(
         position: where the run is; its ledger's digest is filled in.
         ledger: what this process has consumed of the epoch.
         force: save even where the manager's options would leave this step out.
-        sums: keep the sums: the host reads the state for them, some 2 s for 1e9 numbers.
+        sums: keep the sums: the host reads the state for them, 2 to 12 s for 1e9 numbers.
         timeout_s: how many seconds to wait for other processes.
 
     Returns:

@@ -260,11 +260,14 @@ def weighted_sum(
 
 
 def _check_on_host(values: Any, name: str, *, caller: str) -> None:
-    """Refuses numbers of numpy's that JAX would cut, or weights that it would make 0."""
-    if isinstance(values, np.ndarray | np.generic):
-        check_not_cut(np.asarray(values), name, caller=caller)
+    """Refuses numbers of numpy's or Python's that JAX would cut, or weights it would make 0."""
+    on_host = np.ndarray | np.generic | int | float
+    leaves = jax.tree.leaves(values) if isinstance(values, list | tuple) else [values]
+    if all(isinstance(leaf, on_host) for leaf in leaves):
+        array = np.asarray(values)
+        check_not_cut(array, name, caller=caller)
         if name == "weights":
-            check_not_lost(np.asarray(values), caller=caller)
+            check_not_lost(array, caller=caller)
 
 
 def _count_all(losses: Array, axes: tuple[int, ...]) -> WeightedSum:

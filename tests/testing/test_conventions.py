@@ -1,5 +1,6 @@
 """The names, the functions behind them, and the probes that tell them apart."""
 
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -7,7 +8,14 @@ import pytest
 from reductions import CASES, KNOWN
 from scipy.spatial.distance import cdist
 
-from jax_ddp_weighting.testing.conventions import WEIGHTS, candidates, probes
+from jax_ddp_weighting.testing import conventions
+from jax_ddp_weighting.testing.conventions import (
+    WEIGHTS,
+    candidates,
+    deviation,
+    measure_candidates,
+    probes,
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -42,3 +50,25 @@ def test_candidates_of_different_names_are_equal_or_far_apart(ranks, microbatche
     gaps = gaps[names[:, None] != names[None]]
     # masks of few tokens on many ranks part some of them by a little less
     assert gaps[gaps > 1e-9].min(initial=1.0) > {"any": 0.05, "binary": 0.03}[weights]
+
+
+@pytest.mark.parametrize("block", [5, 4096])
+def test_all_candidates_are_measured_as_one_is(block, monkeypatch):
+    monkeypatch.setattr(conventions, "_BLOCK", block)
+    laid_out = probes(3, 2).values()
+    seen = [(weights, weights * np.linspace(0.5, 2, weights.size).reshape(weights.shape))
+            for weights in laid_out]  # fmt: skip
+    for match, off in measure_candidates(seen):
+        alone = max(
+            deviation(counted, match.factor * match.scheme.counted(w)) for w, counted in seen
+        )
+        assert off == alone
+
+
+def test_a_large_batch_is_measured_in_little_memory():
+    weights = np.random.default_rng(0).integers(0, 2, (8, 2, 8192)).astype(float)
+    tracemalloc.start()
+    measure_candidates([(weights, weights / weights.sum())])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 250 * weights.nbytes  # some 35 schemes, and not all 315 candidates at once

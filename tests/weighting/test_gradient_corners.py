@@ -152,6 +152,12 @@ WIDE = np.array([1, 2**32 + 1])
             r"^weighted_sum: weights must be above float32's least .* got 1e-60",
         ),
         (
+            lambda: weighted_sum(jnp.ones(2), [1e-60, 1.0]),
+            r"^weighted_sum: weights must be above float32's least .* got 1e-60",
+        ),
+        (lambda: weighted_sum([1e300, 1.0]), r"^weighted_sum: losses must be within float32"),
+        (lambda: valid_labels([2**40, 1]), r"^valid_labels: labels must be of at most 32"),
+        (
             lambda: value_and_grad(of_pair)(1.0, {"x": np.ones(2), "w": WIDE}),
             r"^value_and_grad: batch\['w'\] must be of at most 32",
         ),
