@@ -4,54 +4,33 @@ A program is Python source. It runs in every process after `jax.distributed` has
 with `jax`, `rank` and `processes` defined, and prints its findings.
 """
 
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+from unittest import mock
 
 ROOT = Path(__file__).parent.parent
 
-# gloo greets on descriptor 1, from several threads at once, so the program prints to another.
-# The process leaves by os._exit: the CPU client of jax 0.10 and 0.12 hangs one exit in forty as the
-# interpreter goes down, joining a thread whose wake-up got lost.
-_PRELUDE = """\
-import os, signal, sys, traceback
-# what a shell runs in the background was itself started with SIGINT ignored
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.stdout = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-import jax
-program, rank, processes, port, devices, heartbeat = sys.argv[1], *map(int, sys.argv[2:])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.config.update("jax_num_cpu_devices", devices)
-jax.distributed.initialize(
-    f"127.0.0.1:{port}", processes, rank,
-    initialization_timeout=60, shutdown_timeout_seconds=5, heartbeat_timeout_seconds=heartbeat,
+# A process is forked from one that has imported everything and done nothing else: no device was
+# asked for, no thread started. Importing is most of what a short program costs.
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(
+    ["flax.nnx", "jax.experimental.multihost_utils", "jax_ddp_weighting", "optax"]
 )
-code = 0
-try:
-    with open(program) as source:
-        exec(
-            compile(source.read(), program, "exec"),
-            {"__name__": "__main__", "jax": jax, "rank": rank, "processes": processes},
-        )
-except BaseException:
-    traceback.print_exc()
-    code = 1
-sys.stdout.flush()
-sys.stderr.flush()
-try:
-    jax.distributed.shutdown()  # rank 0 holds the service, so it leaves after the others
-except RuntimeError:
-    traceback.print_exc()
-sys.stderr.flush()
-os._exit(code)
-"""
+_ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_PREEMPTION_SERVICE": "0",  # it would swallow SIGTERM
+}
 
 
 @dataclass(frozen=True)
@@ -82,48 +61,96 @@ def launch(
     JAX ends the survivors of a process that was killed about `heartbeat_s` later.
     """
     port = free_port()
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "PYTHONUNBUFFERED": "1",  # what was said before an abort is not lost
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_PREEMPTION_SERVICE": "0",  # it would swallow SIGTERM
-    }
     with tempfile.TemporaryDirectory() as folder:
-        prelude, path = Path(folder, "prelude.py"), Path(folder, "program.py")
-        prelude.write_text(_PRELUDE)
-        path.write_text(program)
-        running = []
-        for rank in range(processes):
-            arguments = [path, rank, processes, port, devices, heartbeat_s]
-            with (
-                Path(folder, f"{rank}.out").open("w") as out,
-                Path(folder, f"{rank}.err").open("w") as err,
-            ):
-                running.append(
-                    subprocess.Popen(
-                        [sys.executable, str(prelude), *map(str, arguments)],
-                        stdout=out,
-                        stderr=err,
-                        env=environment,
-                        start_new_session=True,
-                    )
-                )
+        Path(folder, "program.py").write_text(program)
+        for rank in range(processes):  # also where one is killed before it begins
+            Path(folder, f"{rank}.out").touch()
+            Path(folder, f"{rank}.err").touch()
+        arguments = (folder, processes, port, devices, heartbeat_s)
+        environment = {**os.environ, **_ENVIRONMENT}
+        with mock.patch.dict(os.environ, environment):  # the server's, if this starts it
+            running = [
+                _FORKED.Process(target=_run, args=(rank, environment, *arguments))
+                for rank in range(processes)
+            ]
+            for process in running:
+                process.start()
         deadline = time.monotonic() + timeout_s
         try:
             for process in running:
-                process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass  # the hard kill below says so: its exit code is negative
-        finally:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:  # the code of those that are killed here is negative
             for process in running:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                if process.exitcode is None:
+                    _kill(process.pid)
+                process.join()
         return [
             Finished(
-                process.returncode,
+                process.exitcode,
                 Path(folder, f"{rank}.out").read_text(),
                 Path(folder, f"{rank}.err").read_text(),
             )
             for rank, process in enumerate(running)
         ]
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)  # and what it has started
+    except ProcessLookupError:  # not the leader of its group yet, or gone
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _run(
+    rank: int,
+    environment: dict[str, str],
+    folder: str,
+    processes: int,
+    port: int,
+    devices: int,
+    heartbeat_s: int,
+) -> NoReturn:
+    """One process.
+
+    It leaves by `os._exit`: the CPU client of jax 0.10 and 0.12 hangs one exit in forty as the
+    interpreter goes down, joining a thread whose wake-up got lost.
+    """
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    # gloo greets on descriptor 1, from several threads at once, so the program prints to another
+    os.dup2(os.open(Path(folder, f"{rank}.err"), os.O_WRONLY), 2)
+    os.dup2(2, 1)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    sys.stdout = open(Path(folder, f"{rank}.out"), "w", buffering=1)  # noqa: SIM115 - to the end
+    # what a shell runs in the background was itself started with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        processes,
+        rank,
+        initialization_timeout=60,
+        shutdown_timeout_seconds=5,
+        heartbeat_timeout_seconds=heartbeat_s,
+    )
+    code = 0
+    try:
+        path = Path(folder, "program.py")
+        names = {"__name__": "__main__", "jax": jax, "rank": rank, "processes": processes}
+        exec(compile(path.read_text(), path, "exec"), names)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    try:
+        jax.distributed.shutdown()  # rank 0 holds the service, so it leaves after the others
+    except RuntimeError:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
