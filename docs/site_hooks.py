@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def find_summary(name: str, room: str) -> str:
     """The first sentence that the source says of a public name."""
     files = [PACKAGE / f"{room}.py"] if (PACKAGE / f"{room}.py").is_file() else []
     for path in files or sorted((PACKAGE / room).glob("*.py")):
-        body = ast.parse(path.read_text()).body
+        body = _parse(path)
         for place, node in enumerate(body):
             named = isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
             if named and (said := ast.get_docstring(node)):  # an overload says nothing
@@ -54,6 +55,11 @@ def find_summary(name: str, room: str) -> str:
                 if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                     return _first_line(str(after.value.value))
     return ""
+
+
+@cache
+def _parse(path: Path) -> list[ast.stmt]:
+    return ast.parse(path.read_text()).body
 
 
 def _first_line(docstring: str) -> str:

@@ -71,6 +71,13 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: not is_long(item.nodeid.split("::", 1)[0]))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """What is there by now stays to the end: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def is_program(file):
     """Whether each test of a file runs a program of its own, and a long one."""
     return file.endswith("test_examples.py")
