@@ -4,7 +4,6 @@ A program is Python source. It runs in every process after `jax.distributed` has
 with `jax`, `rank` and `processes` defined, and prints its findings.
 """
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,21 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
-from unittest import mock
+
+from forked import FORKED
 
 ROOT = Path(__file__).parent.parent
-
-# A process is forked from one that has imported everything and done nothing else: no device was
-# asked for, no thread started. Importing is most of what a short program costs.
-_FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(
-    ["flax.nnx", "jax.experimental.multihost_utils", "jax_ddp_weighting", "optax"]
-)
-_ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_PREEMPTION_SERVICE": "0",  # it would swallow SIGTERM
-}
 
 
 @dataclass(frozen=True)
@@ -66,15 +54,14 @@ def launch(
         for rank in range(processes):  # also where one is killed before it begins
             Path(folder, f"{rank}.out").touch()
             Path(folder, f"{rank}.err").touch()
-        arguments = (folder, processes, port, devices, heartbeat_s)
-        environment = {**os.environ, **_ENVIRONMENT}
-        with mock.patch.dict(os.environ, environment):  # the server's, if this starts it
-            running = [
-                _FORKED.Process(target=_run, args=(rank, environment, *arguments))
-                for rank in range(processes)
-            ]
-            for process in running:
-                process.start()
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        environment = os.environ | {"PYTHONPATH": path}  # for what a program starts
+        arguments = (environment, folder, processes, port, devices, heartbeat_s)
+        running = [
+            FORKED.Process(target=_run, args=(rank, *arguments)) for rank in range(processes)
+        ]
+        for process in running:
+            process.start()
         deadline = time.monotonic() + timeout_s
         try:
             for process in running:
@@ -129,6 +116,8 @@ def _run(
 
     import jax
 
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", devices)
     jax.distributed.initialize(

@@ -1,30 +1,18 @@
-"""Programs of the documentation, each in a process of its own that need not import JAX again.
+"""Programs of the documentation, each in a process of its own: a program chooses its devices."""
 
-A program chooses its devices, which a process can do once. Most of what a new process takes goes
-into importing JAX, flax and optax: one server imports them, makes no device, and is forked for each
-program.
-"""
-
-import multiprocessing
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    [
-        *("flax.linen", "flax.training.train_state", "optax", "jax_ddp_weighting.train.nnx"),
-        *("jax_ddp_weighting.evaluation", "jax_ddp_weighting.testing"),
-    ]
-)
+from forked import FORKED
 
 
 def run_program(code: str, folder: Path) -> tuple[int, str, str]:
     """The exit status of a program that runs in a folder, and what it printed on both streams."""
     with tempfile.TemporaryDirectory() as kept:
         printed = [Path(kept) / name for name in ("out", "err")]
-        process = _processes.Process(target=_run, args=(code, folder, printed))
+        process = FORKED.Process(target=_run, args=(code, folder, printed))
         process.start()
         process.join()
         return process.exitcode, *(path.read_text() for path in printed)

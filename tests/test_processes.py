@@ -1,6 +1,7 @@
 """The launcher of several processes: they really meet, and cannot hang the suite."""
 
 import processes
+from programs import run_program
 
 MEET = """
 import numpy as np
@@ -13,6 +14,12 @@ print(len(jax.devices()), int(everyone.sum()))
 def test_processes_meet():
     ended = processes.launch(MEET, 2, devices=2)
     assert [(each.code, each.out) for each in ended] == [(0, "4 3\n")] * 2, ended
+
+
+def test_signals_and_devices_are_as_told_whoever_started_the_server(tmp_path):
+    assert run_program("", tmp_path) == (0, "", "")  # in the environment of the tests
+    said = "print(jax.config.jax_enable_preemption_service, jax.config.jax_platforms)"
+    assert processes.launch(said, 1)[0].out == "False cpu\n"
 
 
 def test_a_process_that_hangs_is_killed():
