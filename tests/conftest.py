@@ -7,6 +7,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from strict import TORN_ENTRY
+
 ROOT = Path(__file__).parents[1]
 
 # What XLA has compiled is kept on the disk, for the other workers, for the examples and programs
@@ -14,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ.setdefault("PYTHONWARNINGS", TORN_ENTRY)
 
 # Thousands of tiny programs run once each: LLVM's optimizations and, where XLA lets us choose, its
 # emitters of fusions are half of what they cost. `XLA_FLAGS='' make test` compiles as users do.

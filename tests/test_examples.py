@@ -2,9 +2,10 @@
 
 import re
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from strict import STRICT
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -12,7 +13,7 @@ README = (ROOT / "README.md").read_text()
 
 def run(name: str) -> str:
     # in a process of its own: an example chooses its own devices
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / name)]
+    command = [*STRICT, str(ROOT / "examples" / name)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from strict import STRICT
 
 from jax_ddp_weighting import diagnose_weights, effective_weights
 
@@ -20,7 +20,7 @@ ALLOWED = {"float32": 1e-5, "float64": 1e-10}
 def example(tmp_path_factory):
     """What the example printed, and what it recorded."""
     path = tmp_path_factory.mktemp("reference") / "record.json"
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "torch_reference.py")]
+    command = [*STRICT, str(ROOT / "examples" / "torch_reference.py")]
     ran = subprocess.run(
         [*command, "--record", str(path)], capture_output=True, text=True, timeout=600
     )

@@ -1,8 +1,9 @@
 """The gallery prints its table by one command, and every line of it is what is expected."""
 
 import subprocess
-import sys
 from pathlib import Path
+
+from strict import STRICT
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery.py"
 
@@ -32,7 +33,7 @@ EXPECTED = {
 
 def run(*arguments):
     # in a process of its own: it chooses its own devices
-    command = [sys.executable, "-W", "error", str(GALLERY), *arguments]
+    command = [*STRICT, str(GALLERY), *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()

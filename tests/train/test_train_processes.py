@@ -3,13 +3,13 @@
 import importlib.util
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from strict import STRICT
 
 from jax_ddp_weighting import data_mesh
 
@@ -48,7 +48,7 @@ def differences(one, other):
 def test_processes_have_the_losses_and_parameters_of_one(processes, alone, tmp_path):
     # as a user runs it; the launcher kills its processes at the limit, and this one the launcher
     record = tmp_path / "steps.npz"
-    command = [sys.executable, "-W", "error", EXAMPLE, "--launch", processes, "--devices", 2]
+    command = [*STRICT, EXAMPLE, "--launch", processes, "--devices", 2]
     command += ["--epochs", 1, "--record", record, "--timeout", 200]
     ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr
