@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, PyTree
 
 T = TypeVar("T")
 Leaves = list[Any]
@@ -19,11 +19,32 @@ def apply_unless(skipped: Bool[Array, ""], apply: Callable[[T], T], carried: T) 
     A loop of one turn or none, because a loop works in place: `lax.cond` would copy what it is to
     leave alone, parameters and moments, at every step (a tenth of a small step's time on the CPU).
     """
-    leaves, structure = jax.tree.flatten(carried)
-    apply_flat, closed_over = _hoist(
-        lambda *flat: jax.tree.leaves(apply(structure.unflatten(flat))), leaves
-    )
-    return structure.unflatten(_apply_in_loop(apply_flat, skipped, leaves, closed_over))
+    named, structure = jax.tree_util.tree_flatten_with_path(carried)
+    leaves = [leaf for _, leaf in named]
+
+    def apply_flat(*leaves: Any) -> Leaves:
+        applied = apply(structure.unflatten(leaves))
+        _check_kept(named, applied)
+        return jax.tree.leaves(applied)
+
+    hoisted, closed_over = _hoist(apply_flat, leaves)
+    return structure.unflatten(_apply_in_loop(hoisted, skipped, leaves, closed_over))
+
+
+def _check_kept(named: list[tuple[Any, Any]], applied: PyTree) -> None:
+    """Raises `TypeError` for what has other shapes or dtypes after one call: it cannot go on so."""
+    rule = "train step: optimizer must leave parameters and its state in their shapes and dtypes"
+    cure = "Make its state of these very parameters, tx.init(params), and cast what it promotes."
+    news = jax.tree.leaves(applied)
+    if len(news) != len(named):
+        raise TypeError(f"{rule}, got {len(news)} arrays for {len(named)}. {cure}")
+    for (path, old), new in zip(named, news, strict=True):
+        came, left = jax.typeof(old), jax.typeof(new)
+        if (came.shape, came.dtype) != (left.shape, left.dtype) and not came.weak_type:
+            raise TypeError(
+                f"{rule}, got {left.str_short()} for {came.str_short()} at "
+                f"{jax.tree_util.keystr(path)}. {cure}"
+            )
 
 
 def _hoist(

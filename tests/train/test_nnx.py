@@ -302,6 +302,9 @@ def test_an_optimizer_of_other_parameters_is_refused():
     other = nnx.Optimizer(Other(), optax.adam(0.1), wrt=nnx.Param)
     with pytest.raises(ValueError, match=r"optimizer must be made for this model, got .*'other'"):
         step(model, other, batch)
+    wide = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
+    with pytest.raises(TypeError, match=r"must leave .* float32\[3\] for float32\[1\] at .*'bias'"):
+        step(model, wide, batch)
     nothing = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.LoRAParam)
     with pytest.raises(ValueError, match=r"optimizer must train parameters .* got wrt=.*LoRAParam"):
         step(model, nothing, batch)

@@ -282,3 +282,32 @@ def test_gradients_flow_through_a_step(engine):
     right = jax.grad(naive)(params, jnp.asarray(WEIGHTS))
     for leaf in right:
         np.testing.assert_allclose(found[leaf], right[leaf], rtol=1e-4, atol=1e-6)
+
+
+def promote(updates, state, params=None):
+    return updates, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state)
+
+
+@pytest.mark.parametrize(
+    ("tx", "opt_state", "found"),
+    [
+        (optax.adam(0.1), {"w": np.zeros(1), "b": np.zeros(())}, r"float32\[3\] for float32\[1\]"),
+        (
+            optax.GradientTransformation(lambda p: jax.tree.map(jnp.float16, p), promote),
+            START,
+            r"float32\[\] for float16\[\] at .*'b'",
+        ),
+        (
+            optax.GradientTransformation(lambda p: [], lambda updates, state, _: (updates, [0.0])),
+            START,
+            "5 arrays for 4",
+        ),
+    ],
+)
+def test_what_an_optimizer_makes_of_its_state_must_be_as_it_was(tx, opt_state, found):
+    state = TrainState.create(apply_fn=None, params=jax.tree.map(jnp.asarray, START), tx=tx)
+    state = state.replace(opt_state=tx.init(jax.tree.map(np.float32, opt_state)))
+    step = make_train_step(loss_fn, mesh=data_mesh(1))
+    refused = "optimizer must leave parameters and its state in their shapes and dtypes, got "
+    with pytest.raises(TypeError, match=refused + found):
+        step(state, batch_of(0))
