@@ -79,6 +79,9 @@ def join_batches(
 
     What a stream yields is copied before it is asked for more: it may fill one buffer over and
     over. A batch of no rows is a step in which the stream has nothing, and counts as weight 0.
+    In the loop each stream has been read one batch further than the batch that was handed out: what
+    a loader knows of its own position, such as torchdata's, is that of the next step. Our samplers
+    ask for `consumed=` there.
 
     All steps have the rows of the first one, unless `sizes` are stated: then each has the least of
     them that holds the most rows of any rank, so that batches may grow and shrink, as those of a

@@ -33,6 +33,8 @@ class Stream:
         through: whether it has been read to its end, and begun again.
         failure: what went wrong in reading it, None if nothing did.
         format: what its rows look like, None if it has had none.
+        undelivered: the rows of the batch read ahead, or nothing; a sampler that is read through
+            the stream looks at it, for what it has yielded is further than training.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Stream:
         self._batches = iter(batches)
         self._again = batches if again else None
         self._had_rows = False
-        self._rows = 0  # of the batch read ahead
+        self.undelivered: list[int] = []
         self._widths: tuple[int, ...] = ()  # rows per rank of a step, once they are settled
         self._last: Batch | None = None
         self.read()
@@ -59,7 +61,7 @@ class Stream:
     @property
     def rows_per_rank(self) -> int:
         """How many rows each rank gets of the batch read ahead, the last of them filled up."""
-        return -(-self._rows // len(self.ranks))
+        return -(-sum(self.undelivered) // len(self.ranks))
 
     def settle(self, widths: tuple[int, ...], like: Batch | None) -> None:
         """Takes on what all streams have agreed on.
@@ -87,12 +89,13 @@ class Stream:
 
     def read(self) -> None:
         """Reads one batch ahead."""
-        self.upcoming, self._rows = None, 0
+        self.upcoming = None
+        self.undelivered.clear()
         try:
             batch = self._read_one()
             if batch is None:
                 return
-            self._rows = len(batch.weights)
+            self.undelivered.append(len(batch.weights))
             # before the stream is asked for more, or any other one is
             self.upcoming = self._hold(batch) if self._widths else jax.tree.map(np.array, batch)
         except Exception as error:  # somebody else's code: it is raised on every rank

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from multiprocessing.context import get_spawning_popen
-from multiprocessing.sharedctypes import RawValue
+from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 from jax_ddp_weighting._arguments import (
@@ -18,10 +18,16 @@ from jax_ddp_weighting._arguments import (
     check_num_replicas,
     check_rank,
 )
-from jax_ddp_weighting.sampling.reading import Reader
+from jax_ddp_weighting.sampling.reading import Reader, find_batch_size
 
 _VERSION = 1
-_OF_PROCESS = ("_owner", "_read_by_workers")
+_OF_PROCESS = ("_owner", "_shared")
+
+# What the process that trains and its loader's workers tell one another, as int64: how often a
+# place was chosen, and which; for which choice workers read another pass; how many items their
+# loader batches, where that is not what was told; and, by worker, for which choice it began.
+_CHOICE, _EPOCH, _START, _AGAIN, _BATCHED, _BEGUN = range(6)
+_MOST_WORKERS = 1024
 
 
 class ShardedIterable:
@@ -32,7 +38,9 @@ class ShardedIterable:
     with `batch_size` hands them out in the stream's own order. With ``batch_size=1`` this is item
     ``i % (num_replicas * workers)``. All ranks read the whole stream and keep their share: it must
     be the same on all. Shares differ by one item at most, and nobody knows before whose is longer:
-    feed steps through `join_batches`. Items have no ids: what was read is counted by position.
+    feed steps through `join_batches`, which reads one batch ahead. Items have no ids: what was read
+    is counted by position. Workers that stay from epoch to epoch are told of `set_epoch` and
+    `load_state_dict` when they begin to read.
 
     Args:
         source: what to read: an iterable that begins anew each time, whose `set_epoch` is called
@@ -40,7 +48,8 @@ class ShardedIterable:
             every rank and worker.
         num_replicas: number of ranks; JAX's process count by default.
         rank: this rank; JAX's process index by default.
-        batch_size: items that the loader puts in a batch, where it has workers.
+        batch_size: items that the loader puts in a batch, where it has workers. With another
+            number they read in another order than the stream's, of which no `consumed` can tell.
 
     Raises:
         TypeError: the source cannot be iterated, or but once; or a number is none.
@@ -93,9 +102,11 @@ class ShardedIterable:
         self._share_with_workers()
 
     def _share_with_workers(self) -> None:
-        """What a loader's workers can tell the process that made them: they read copies."""
+        """A loader's workers read copies: what they and the process that made them must know."""
         self._owner = os.getpid()
-        self._read_by_workers: Any = RawValue("q", 0)  # one more than the epoch that they began
+        self._shared: Any = RawArray("q", _BEGUN + _MOST_WORKERS)
+        self._shared[_CHOICE] = self._choice = 1
+        self._shared[_EPOCH], self._shared[_START] = self.epoch, self._start
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next pass reads; from its start, unless it was resumed.
@@ -108,17 +119,45 @@ class ShardedIterable:
         if epoch != self.epoch:
             self.epoch, self._start, self._taken, self._fresh = epoch, 0, 0, True
             self._ended = False
-            self._forget_workers()
+            self._tell_workers()
 
-    def _forget_workers(self) -> None:
+    def _tell_workers(self) -> None:
         if os.getpid() == self._owner:
-            self._read_by_workers.value = 0
+            self._shared[_EPOCH], self._shared[_START] = self.epoch, self._start
+            self._shared[_BATCHED] = 0
+            self._choice += 1
+            self._shared[_CHOICE] = self._choice  # last: a worker looks at it first
+        else:  # a state of a worker's own, which torchdata's loader has kept
+            self._choice = self._shared[_CHOICE]
+            self._shared[_BEGUN + _find_worker()[0]] = 0
+
+    def _hear(self, worker: int, workers: int) -> None:
+        """In a loader's worker: what was chosen since it was made, and what others are to know."""
+        if worker >= _MOST_WORKERS:
+            raise ValueError(
+                f"ShardedIterable: a loader must have at most {_MOST_WORKERS} workers, got worker"
+                f" {worker}."
+            )
+        shared = self._shared
+        if shared[_CHOICE] != self._choice:  # this worker outlives an epoch
+            self._choice, self.epoch = shared[_CHOICE], shared[_EPOCH]
+            self._start, self._taken, self._fresh = shared[_START], 0, True
+        if shared[_BEGUN + worker] == self._choice:  # its copy is new, and the pass is not
+            self._fresh = False
+        if not self._fresh:
+            shared[_AGAIN] = self._choice
+        shared[_BEGUN + worker] = self._choice
+        batched = find_batch_size()
+        if workers > 1 and batched is not None and batched != self.batch_size:
+            shared[_BATCHED] = batched
 
     def __iter__(self) -> Iterator[Any]:
         worker, workers = _find_worker()
         return self._read(worker, workers)
 
     def _read(self, worker: int, workers: int) -> Iterator[Any]:
+        if os.getpid() != self._owner:
+            self._hear(worker, workers)
         if not self._fresh:  # another pass over the same epoch, from its start
             self._start, self._taken = 0, 0
         if self._taken and (self._worker, self._workers) != (worker, workers):
@@ -130,8 +169,6 @@ class ShardedIterable:
         self._fresh, self._ended = False, False
         self._worker, self._workers = worker, workers
         self._reader.note()
-        if os.getpid() != self._owner:
-            self._read_by_workers.value = self.epoch + 1
         source: Any = self.source
         if hasattr(source, "set_epoch"):
             source.set_epoch(self.epoch)
@@ -157,11 +194,13 @@ class ShardedIterable:
         Args:
             consumed: items of this rank that training has really used since the pass began, or
                 since the position that was loaded; the items of whole batches. Needed where items
-                are read ahead, as by a loader with workers; those yielded by default.
+                are read ahead, as by a loader with workers or by `join_batches`; those yielded by
+                default.
 
         Raises:
             ValueError: `consumed` is out of range; or it is not given where items were read ahead,
-                and so would be lost.
+                and so would be lost; or it is given where a loader's workers put another number of
+                items in a batch than `batch_size`.
         """
         argument = "ShardedIterable.state_dict: consumed"
         state = {"version": _VERSION, "epoch": self.epoch}
@@ -170,7 +209,8 @@ class ShardedIterable:
             own = {"position": self._start, "taken": self._taken, "num_replicas": self.num_replicas}
             return state | own | dict(zip(("worker", "workers"), here, strict=True))
         ahead = self._reader.find_ahead()
-        if os.getpid() == self._owner and self._read_by_workers.value == self.epoch + 1:
+        by_workers = os.getpid() == self._owner and self._choice in self._shared[_BEGUN:]
+        if by_workers:
             ahead = "a loader's workers"
         if consumed is None and ahead is not None:
             raise ValueError(
@@ -178,10 +218,20 @@ class ShardedIterable:
                 " got None. It counts this rank's items that were used since the pass began."
                 " Between epochs, call set_epoch first."
             )
+        start = self._start
+        if by_workers:
+            batched = self._shared[_BATCHED]
+            if batched:
+                raise ValueError(
+                    f"ShardedIterable: batch_size must be the loader's where it has workers, got"
+                    f" {self.batch_size} and batches of {batched}. They read in another order than"
+                    " the stream's, in which no position tells what was used."
+                )
+            start = 0 if self._shared[_AGAIN] == self._choice else start
         read = self._taken if consumed is None else check_at_least(argument, consumed, 0)
         if self._ended and read == self._taken:  # the others may have had one item more
             read += 1
-        return state | {"position": self._start + read * self.num_replicas}
+        return state | {"position": start + read * self.num_replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was saved: the next pass reads the rest of that epoch.
@@ -221,7 +271,7 @@ class ShardedIterable:
         self.epoch, self._start, self._taken = epoch, start, taken
         self._worker, self._workers = worker, workers
         self._fresh, self._ended = True, False
-        self._forget_workers()
+        self._tell_workers()
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:  # to a worker

@@ -217,7 +217,8 @@ class DistributedSampler:
         Args:
             consumed: slots per rank that training has really used since the pass began: at the
                 epoch's start, or at the position that was loaded. Needed where ids are read ahead,
-                as by a loader with workers; otherwise the ids yielded so far are meant.
+                as by a loader with workers or by `join_batches`; otherwise the ids yielded so far
+                are meant.
 
         Returns:
             A dict of the epoch, the position in its order, and what decides order and tail.
@@ -241,7 +242,10 @@ class DistributedSampler:
                     " pass began: batches times batch_size. Between epochs, call set_epoch first."
                 )
         else:
-            remedy = "It counts this rank's slots since the pass began."
+            remedy = (
+                "It counts this rank's slots since the pass began, and of a short last batch those"
+                " that it has."
+            )
             read = check_up_to(argument, consumed, plan.num_samples, remedy)
             # Who counts from the epoch's start after a resume is found out here, before ids are
             # lost. A rank whose last slot is padding has no more to read than the others.

@@ -23,7 +23,8 @@ class DistributedBatchSampler:
     the plan says; a batch may be short, and where a rank has none of a step's rows, it has one
     step less than others. With ``padding=True`` every batch is full and every rank has every step,
     and what a row weighs must be asked: `weights(step)`. The plan's own weights, if it has any,
-    must be asked for too.
+    must be asked for too. Steps of a `BudgetPlan` differ in their shapes, and the one that a rank
+    may have no rows of lies anywhere: ranks that train in step need ``padding=True`` there.
 
     Rows of a `BudgetPlan` are padded to the length of their step, which only the plan knows: with
     ``lengths=True`` each comes as ``(id, length)``, and the data set pads it. A row of a
@@ -169,11 +170,13 @@ class DistributedBatchSampler:
 
         Args:
             consumed: batches that training has really used since the pass began. Needed where
-                batches are read ahead, as by a loader with workers; those yielded by default.
+                batches are read ahead, as by a loader with workers or by `join_batches`; those
+                yielded by default.
 
         Raises:
-            ValueError: `consumed` is more than there are; or it is not given where batches were
-                read ahead, and so would be lost.
+            ValueError: `consumed` is more than there are or were read; or it is not given where
+                batches were read ahead, and so would be lost; or without padding a rank had no rows
+                of a step in the middle, so that ranks are at different steps.
         """
         argument = "DistributedBatchSampler.state_dict: consumed"
         begun = self._begun
@@ -191,10 +194,28 @@ class DistributedBatchSampler:
         steps, every = self._find_steps(plan, self.epoch), count_steps(plan, self.epoch)
         if consumed is not None:
             remedy = "It counts this rank's batches since the pass began."
-            read = check_up_to(argument, consumed, every, remedy)
+            given = check_up_to(argument, consumed, every, remedy)
+            if begun is not None and plan is begun[0] and 0 <= read < given:
+                raise ValueError(
+                    f"{argument} must be at most what was read, {read}, got {given}. {remedy}"
+                )
+            read = given
         # read up to behind the last batch: a step that this rank has no rows of is others' to read
         behind = every if read < 0 else steps[read - 1] + 1 if 0 < read <= len(steps) else read
+        if 0 < read < every and not self.padding and isinstance(plan, BudgetPlan):
+            self._check_in_step(plan, behind)
         return make_state(self.plan, self.epoch, plan.position(behind))
+
+    def _check_in_step(self, plan: BudgetPlan, behind: int) -> None:
+        last = plan.num_replicas - 1  # the first to go without rows
+        rows = plan.accepted_by(self.epoch, last, steps=range(behind))
+        if not rows.all():
+            raise ValueError(
+                "DistributedBatchSampler.state_dict: padding must be True where a rank has no rows"
+                f" of a step in the middle, got False and step {int(np.argmin(rows))} without rows"
+                f" for rank {last}. Ranks that have read equally many batches are at different"
+                " steps, and no position is theirs."
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was saved: the next pass reads the rest of that epoch.

@@ -13,6 +13,9 @@ from flax.training.train_state import TrainState
 
 from jax_ddp_weighting import (
     Batch,
+    DistributedBatchSampler,
+    EpochPlan,
+    ShardedIterable,
     data_mesh,
     join_batches,
     make_train_step,
@@ -329,3 +332,28 @@ def test_ranks_that_left_stretch_every_term_alike(engine, microbatches):
     np.testing.assert_allclose(first, [1, 1, 1])
     np.testing.assert_allclose(last, np.array([0.5, 0.5, 1]) * before, atol=1e-6)
     np.testing.assert_allclose(pulled, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "item"),
+    [
+        (lambda: DistributedBatchSampler(EpochPlan(12, 1, 2, shuffle=False), 0), 1),
+        (lambda: ShardedIterable(range(12), 1, 0), 2),
+    ],
+)
+def test_what_is_read_ahead_is_not_taken_for_used(make, item):
+    def stream(sampler):
+        ids = iter(sampler)
+        for _ in range(6):
+            rows = next(ids) if item == 1 else [next(ids), next(ids)]
+            yield Batch.of(np.float32(rows), ids=np.array(rows))
+
+    sampler = make()
+    for step, batch in enumerate(join_batches(stream(sampler), data_mesh(1)), start=1):
+        if step < 6:
+            with pytest.raises(ValueError, match="read ahead of training, here by join_batches"):
+                sampler.state_dict()
+        assert sampler.state_dict(consumed=item * step)["position"] == batch.ids[-1] + 1
+    plain = make()
+    for step, _ in enumerate(stream(plain), start=1):  # which nobody reads ahead
+        assert plain.state_dict()["position"] == 2 * step
