@@ -23,6 +23,11 @@ class Reader:
         self._thread = threading.get_ident()
         self._ahead = list(_find_ahead())
 
+    def note_end(self) -> None:
+        """Look again: a loader with workers may have begun before `join_batches` was given it."""
+        known = {name for name, _ in self._ahead}
+        self._ahead += [each for each in _find_ahead() if each[0] not in known]
+
     def find_ahead(self) -> str | None:
         """Who reads ahead of training, so that what was read says too much; None if nobody does."""
         for name, undelivered in self._ahead:

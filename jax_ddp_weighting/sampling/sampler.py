@@ -345,6 +345,7 @@ class _Pass:
                 chunk = ids[begin : begin + _CHUNK].tolist()
                 self.made, self.chunk = self.made + len(chunk), iter(chunk)
                 yield self.chunk
+        self.reader.note_end()
         self.ended = True
 
     @property

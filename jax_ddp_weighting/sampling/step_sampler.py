@@ -122,6 +122,7 @@ class DistributedBatchSampler:
                 self._read = number + 1
             yield batch
         if self._begun is mine:  # where others have a step more, this rank has read it too
+            self._reader.note_end()
             self._read = -1
 
     def _make_batch(self, plan: Plan, epoch: int, step: int) -> list[Any]:
