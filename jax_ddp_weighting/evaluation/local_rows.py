@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_weights
 from jax_ddp_weighting.evaluation.predictions import dtype_name, fill_tree, spell_tree
-from jax_ddp_weighting.sampling.names import read_ids
+from jax_ddp_weighting.sampling.names import as_fixed_width, read_ids
 
 
 class Column:
@@ -337,8 +337,8 @@ def _is_list_of_scalars(value: Any) -> bool:
 def _check_ids(ids: Any, where: str, caller: str) -> Any:
     if not len(ids) and ids.dtype.kind == "f":  # what numpy makes of []
         return np.zeros(0, np.int64)
-    if ids.dtype.kind == "T" or (ids.dtype.kind == "O" and all(isinstance(i, str) for i in ids)):
-        return ids.astype(str)
+    if ids.dtype.kind in "OT" and all(isinstance(i, str) for i in ids):
+        return as_fixed_width(ids)
     if ids.dtype.kind not in "iuU":
         raise TypeError(
             f"{caller}: ids must be integers or strings, got {ids.dtype}{where}. "
@@ -363,7 +363,7 @@ def _check_weights(weights: Any, ids: Any, where: str, caller: str) -> None:
 def _check_leaf(leaf: Any, ids: Any, name: str, where: str, caller: str) -> Any:
     plain = isinstance(leaf.dtype, np.dtype) and not leaf.dtype.names and leaf.ndim > 0
     if plain and leaf.dtype.kind in "OT" and all(isinstance(x, str) for x in leaf.flat):
-        leaf = leaf.astype(str)
+        leaf = as_fixed_width(leaf)
     if not plain or leaf.dtype.kind not in "biufcUSV":
         raise TypeError(
             f"{caller}: predictions must be arrays [rows, ...] of numbers or strings, got "

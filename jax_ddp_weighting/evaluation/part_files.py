@@ -113,14 +113,23 @@ def write_part(
     # The same ids make the same name, so a step that is run again writes over its own part; and
     # processes never share a file, even if they hold copies of one row; nor do runs, so that one
     # that is to be refused has not overwritten the other's before.
-    name = hashlib.blake2b(held.tobytes() + run.encode(), digest_size=8).hexdigest()
-    target = Path(folder, f"part-{jax.process_index():05d}-{name}.npz")
+    target = Path(folder, f"part-{jax.process_index():05d}-{_digest_ids(held, run)}.npz")
     target.parent.mkdir(parents=True, exist_ok=True)
     columns: dict[str, Any] = {"about": np.array(json.dumps(about)), "ids": held}
     columns |= {f"leaf{j}": as_storable(leaf) for j, leaf in enumerate(rows)}
     with open_whole(target) as file:
         np.savez(file, **columns)
     return target
+
+
+def _digest_ids(ids: np.ndarray, run: str) -> str:
+    """16 hexadecimal digits for some ids of a run: the same whatever array they came in."""
+    if ids.dtype.kind == "U":  # as wide as they are: an array may be wider
+        ids = ids.astype(f"<U{np.strings.str_len(ids).max(initial=1)}")
+    # With the dtype, which says where an id ends and what it is: of bytes alone, ["1", "2"] would
+    # be ["12"]. JSON says where the run ends.
+    head = json.dumps([run, ids.dtype.str])
+    return hashlib.blake2b(head.encode() + ids.tobytes(), digest_size=8).hexdigest()
 
 
 def held_ids(folder: _Folder, *, run: str = "") -> np.ndarray:

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from jax_ddp_weighting._arguments import list_some
 from jax_ddp_weighting.evaluation.id_index import IdIndex
 from jax_ddp_weighting.sampling.audit import CoverageError
-from jax_ddp_weighting.sampling.names import read_ids
+from jax_ddp_weighting.sampling.names import as_fixed_width, read_ids
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Predictions:
                 f"Predictions.take: ids must be integers or strings, got {asked.dtype}. Of a mask"
                 " give the ids, take(ids[mask])."
             )
+        if asked.dtype.kind == "T":  # which numpy does not look up among those of fixed width
+            asked = as_fixed_width(asked)
         wanted, inside = asked, np.ones(asked.shape, bool)
         if {asked.dtype.kind, self.ids.dtype.kind} == {"i", "u"}:  # numpy compares them as floats
             held = np.iinfo(self.ids.dtype)

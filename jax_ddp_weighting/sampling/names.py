@@ -56,6 +56,12 @@ def read_ids(argument: str, values: Any) -> np.ndarray:
     return found
 
 
+def as_fixed_width(strings: np.ndarray) -> np.ndarray:
+    """Python's strings, or numpy's of any width, as those of the width of the widest."""
+    # numpy casts strings of any width to a width that is given alone
+    return np.array(strings.tolist(), np.str_).reshape(strings.shape)
+
+
 def read_names(function: str, names: Iterable[str], num_examples: int) -> IdNames:
     """The names of all examples, checked.
 

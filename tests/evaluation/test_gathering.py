@@ -275,3 +275,12 @@ def test_a_mask_and_floats_are_no_ids_to_take(ids):
 def test_numbers_beside_strings_are_no_string_ids():
     with pytest.raises(TypeError, match=r"gather_by_id: ids must be all integers or all strings"):
         gather_by_id(["a", 1], None, np.zeros(2))
+
+
+def test_strings_of_any_width_are_ids_and_predictions():
+    free = np.dtypes.StringDType()
+    texts = np.array([["q"], ["longer"]], free)
+    found = gather_by_id(np.array(["b", "a"], free), None, texts)
+    assert found.predictions.tolist() == [["longer"], ["q"]]
+    for asked in (np.array(["b", "a"], free), np.array(["b", "a"], object), ["b", "a"]):
+        assert found.take(asked).tolist() == [["q"], ["longer"]]

@@ -83,6 +83,64 @@ def test_a_step_that_runs_again_replaces_its_own_part(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
 
+# what wrote the names: bytes alone, without dtype, width, number of rows, or where the run begins
+ALIKE = [
+    (["1", "2"], ["12"]),
+    (["a1", "b2"], ["a1b2"]),
+    (np.array([5, 1], np.int32), np.array([2**32 + 5], np.int64)),
+    (np.array([2**63], np.uint64), np.array([-(2**63)], np.int64)),
+    (np.array([97], np.int32), ["a"]),
+    (["a", ""], ["a"]),
+    ([1, 2], [2, 1]),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE)
+def test_steps_of_other_ids_never_share_a_file(tmp_path, one, other):
+    assert write_part(tmp_path, one, None, np.ones(len(one))) != write_part(
+        tmp_path, other, None, np.ones(len(other))
+    )
+
+
+def test_a_run_is_no_part_of_the_ids(tmp_path):
+    names = {
+        write_part(tmp_path, ids, None, np.ones(1), run=run)
+        for ids, run in ((["a"], "b"), (["ab"], ""), (["b"], "a"), (["a"], "b\x00"))
+    }
+    assert len(names) == 4
+
+
+def test_every_string_id_is_kept_whatever_the_steps_hold(tmp_path):
+    names = [str(i) for i in range(13)]
+    plan = EpochPlan(13, 1, 2, seed=35)
+    for step in range(plan.steps_per_epoch):
+        slots = plan.batch(0, step)
+        ids = slots.ids[0]
+        write_part(tmp_path, [names[i] for i in ids], slots.weights[0], ids * 10)
+    found = read_parts(tmp_path)
+    assert found.ids.tolist() == sorted(names)
+    assert found.take(names).tolist() == list(range(0, 130, 10))
+
+
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        [np.array([3, 1], dtype) for dtype in ("<i4", ">i4", "<i8", ">i8", "u1", ">u8")],
+        [np.array(["ab", "c"], dtype) for dtype in ("<U2", ">U2", "<U9", ">U9", object)]
+        + [["ab", "c"], np.array(["ab", "c"], np.dtypes.StringDType())],
+    ],
+)
+def test_equal_ids_share_a_file_whatever_array_they_come_in(tmp_path, spellings):
+    paths = {write_part(tmp_path, ids, None, [1, 2]) for ids in spellings}
+    paths |= {write_part(tmp_path, ids, [1, 1], [1, 2]) for ids in spellings}
+    assert len(paths) == 1
+
+
+def test_a_step_among_wider_strings_of_weight_0_shares_its_file(tmp_path):
+    path = write_part(tmp_path, ["ab", "c"], None, [1, 2])
+    assert write_part(tmp_path, ["ab", "c", "a long one"], [1, 1, 0], [1, 2, 3]) == path
+
+
 def test_a_write_that_fails_leaves_the_old_part_and_nothing_else(tmp_path, monkeypatch):
     path = write_part(tmp_path, [1], None, [10])
 
