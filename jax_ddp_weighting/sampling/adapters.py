@@ -17,7 +17,7 @@ _RUN = 1024  # slots looked up at once where a loader asks for one
 _EPOCHS = 2**63  # as many as can be numbered
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RankIndices:
     """The ids that one rank accepts, epoch after epoch, each to be had alone.
 
@@ -105,6 +105,16 @@ class RankIndices:
         later, place = divmod(place - first, self._whole.accepted_per_epoch)
         return self._whole, self.first_epoch + 1 + later, place
 
+    def __repr__(self) -> str:
+        # grain compares it, over processes too, and a plan names "keyed" and "torch" alone: of
+        # other orders its text does not say which ids they have
+        order = self.plan.order
+        ids = "" if isinstance(order, str) else f", ids={order.describe(self.first_epoch)!r}"
+        return (
+            f"RankIndices(plan={self.plan!r}, rank={self.rank}, num_epochs={self.num_epochs},"
+            f" first_epoch={self.first_epoch}{ids})"
+        )
+
 
 @lru_cache(maxsize=64)  # loaders read nearly in order, from several threads
 def _look_up_run(plan: EpochPlan, rank: int, epoch: int, run: int) -> np.ndarray:
@@ -117,7 +127,8 @@ class GrainSampler:
 
     Give the loader ``shard_options=grain.sharding.NoSharding()``, or none: the sampler brings it.
     Its text names everything that decides the ids, the rank and the number of ranks too, so grain
-    refuses to load the state of an iterator over other ones.
+    refuses to load the state of an iterator over other ones. Of a function of your own it is a
+    digest of the ids of the first epoch, the same in every process.
 
     Args:
         indices: the ids, in order.

@@ -160,7 +160,9 @@ class CalledOrder:
         return hash((self.length, self.describe(0)))
 
     def __repr__(self) -> str:
-        return f"CalledOrder({self.function!r}, {self.length} ids)"
+        # somebody's own function, or sampler, has its address in its text: another everywhere
+        made = f"{self.function!r}, " if isinstance(self.function, _READY) else ""
+        return f"CalledOrder({made}{self.length} ids)"
 
 
 _OWN = ("_held", "_lock")  # of one process
