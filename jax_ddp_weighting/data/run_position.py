@@ -130,9 +130,8 @@ class RunPosition:
             )
         steps = count_steps(plan, epoch)
         step = check_up_to("RunPosition.of: step", step, steps, f"The epoch has {steps} steps.")
-        place = plan.position(step)
-        if isinstance(plan, PackedPlan):  # whose last step ends past the last row, as ranks have it
-            place = plan.resumed(epoch, place).start
+        packed = isinstance(plan, PackedPlan)  # where an epoch ends is its own
+        place = plan.position(step, epoch=epoch) if packed else plan.position(step)
         return cls(
             _describe(plan, epoch),
             epoch,

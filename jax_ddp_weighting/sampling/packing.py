@@ -206,7 +206,7 @@ class PackedPlan:
         rows = self._count_rows(epoch)
         # a last step is full, so that its end may lie past the last row
         last = rows + -(rows - self.start) % (self.num_replicas * self.batch_size)
-        remedy = f"It counts the {rows} rows of the epoch."
+        remedy = f"The epoch has {rows} rows: position(step, epoch=...) ends with the last."
         place = check_up_to("PackedPlan.resumed: position", position, last, remedy)
         return replace(
             self,
@@ -216,17 +216,26 @@ class PackedPlan:
             batch_size=self.batch_size if batch_size is None else batch_size,
         )
 
-    def position(self, step: int) -> int:
+    def position(self, step: int, *, epoch: int | None = None) -> int:
         """Rows of an epoch that have been read before a step: what to resume from.
 
         Args:
-            step: the next step to read, at least 0.
+            step: the next step to read, in ``[0, steps_per_epoch(epoch)]``.
+            epoch: the epoch that is read, whose last step may be longer than what is left of it:
+                for the end of an epoch on other ranks or rows. A rest knows its own.
 
         Raises:
-            ValueError: the step is negative.
+            TypeError: a number is none.
+            ValueError: the epoch has no such step, or the plan no such epoch.
         """
-        step = check_limit("PackedPlan.position: step", step)
-        return self.start + step * self.num_replicas * self.batch_size
+        rows = self.num_replicas * self.batch_size
+        epoch = self.only_epoch if epoch is None else self.check_epoch("PackedPlan.position", epoch)
+        if epoch is None:
+            return self.start + check_limit("PackedPlan.position: step", step) * rows
+        steps = self.steps_per_epoch(epoch)
+        remedy = f"Epoch {epoch} of this plan has {steps} steps."
+        step = check_up_to("PackedPlan.position: step", step, steps, remedy)
+        return min(self.start + step * rows, self._count_rows(epoch))
 
     @property
     def num_examples(self) -> int:

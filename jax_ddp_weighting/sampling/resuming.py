@@ -12,6 +12,8 @@ _VERSION = 1
 
 def make_state(plan: Plan, epoch: int, position: int) -> dict[str, Any]:
     """Where a sampler is in an epoch of a whole plan: JSON holds it."""
+    if isinstance(plan, PackedPlan):  # whose last step may be longer than what was left
+        position = min(position, plan.dealt_rows(epoch).epoch_length)
     place = {"version": _VERSION, "epoch": epoch, "position": position}
     return place | plan.fingerprint_of(epoch)
 

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_ddp_weighting import CoverageError, Ledger, PackedPlan, pack_rows
+from jax_ddp_weighting import (
+    CoverageError,
+    DistributedBatchSampler,
+    Ledger,
+    PackedPlan,
+    pack_rows,
+)
 from jax_ddp_weighting.sampling.first_fit import fit_first
 
 EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "50"))
@@ -155,6 +161,58 @@ def test_a_ledger_and_an_audit_count_packed_sequences():
         slots = rest.batch(1, step)
         ledger.add(slots.ids, slots.weights)
     ledger.check_exactly_once()
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 1), (4, 2), (3, 1), (1, 7)])
+def test_the_end_of_an_epoch_is_its_end_on_any_other_ranks_and_rows(ranks, rows):
+    """Five rows in one step of eight: the last step's end is past the last row."""
+    lengths = [6] * 5
+    old, new = PackedPlan(lengths, 4, 2, length=10), PackedPlan(lengths, ranks, rows, length=10)
+    for epoch in (0, 2):
+        done = DistributedBatchSampler(old, 0)
+        done.set_epoch(epoch)
+        list(done)
+        ended = old.position(old.steps_per_epoch(epoch), epoch=epoch)
+        assert done.state_dict()["position"] == ended == 5
+        assert new.resumed(epoch, ended).steps_per_epoch(epoch) == 0
+        sampler = DistributedBatchSampler(new, 0)
+        sampler.load_state_dict(done.state_dict())
+        assert list(sampler) == []
+        again = DistributedBatchSampler(old, 0)
+        again.load_state_dict(sampler.state_dict())
+        assert list(again) == []
+        rest = old.resumed(epoch, 3, num_replicas=2)  # whose epoch is known
+        assert rest.position(0) == 3
+        assert rest.position(1) == 5
+        with pytest.raises(ValueError, match=r"position\(step, epoch=\.\.\.\) ends with the last"):
+            PackedPlan(lengths, 1, 1, length=10).resumed(epoch, old.position(1))
+
+
+@law
+@given(st.lists(st.integers(1, 7), max_size=14), st.data())
+def test_chains_of_resumes_read_every_sequence_once_by_plan_and_by_state(lengths, data):
+    plan, read = PackedPlan(lengths, 2, 2, length=10), []
+    for _ in range(4):
+        steps = plan.steps_per_epoch(1)
+        stop = data.draw(st.sampled_from([0, steps]) | st.integers(0, steps))
+        for step in range(stop):
+            slots = plan.batch(1, step)
+            read += slots.ids[slots.weights > 0].tolist()
+        other = PackedPlan(
+            lengths, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)), length=10
+        )
+        sampler = DistributedBatchSampler(plan, 0)
+        sampler.set_epoch(1)
+        state = sampler.state_dict(consumed=stop)
+        assert state["position"] == plan.position(stop, epoch=1)
+        twin = DistributedBatchSampler(other, 0)
+        twin.load_state_dict(state)
+        plan = other.resumed(1, state["position"])
+        assert list(twin) == list(DistributedBatchSampler(plan, 0))
+    for step in range(plan.steps_per_epoch(1)):
+        slots = plan.batch(1, step)
+        read += slots.ids[slots.weights > 0].tolist()
+    assert sorted(read) == list(range(len(lengths)))
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.float32])
