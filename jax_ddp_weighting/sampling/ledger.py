@@ -97,7 +97,9 @@ class Ledger:
         held = _take_held(ids) if hasattr(ids, "shape") else read_ids("Ledger.add: ids", ids)
         ((flat, flat_weights),) = check_entries("Ledger.add", [held], one_rank)
         entered = flat if flat_weights is None else flat[flat_weights > 0]
-        if entered.size and (entered.dtype.kind in STRINGS or self._names is not None):
+        if not entered.size:  # padding alone, which says of no ids what they are
+            return
+        if entered.dtype.kind in STRINGS or self._names is not None:
             entered = self._number("Ledger.add", entered)
         strays = entered[(entered < 0) | (entered >= self.num_examples)]
         if strays.size:

@@ -180,3 +180,26 @@ def filled_without_epoch():
     ledger = Ledger(4)
     ledger.add(["dog"])
     return ledger
+
+
+@pytest.mark.parametrize("names", [None, list("abcd")])
+@pytest.mark.parametrize("dtype", [str, object, np.dtypes.StringDType(), ">U3"])
+def test_strings_that_all_weigh_0_are_entered_nowhere(dtype, names):
+    ledger = Ledger(4, epoch=0, names=names)
+    before = ledger.digest
+    ids = np.array(["a", "b"], dtype)
+    for some in (ids, ids.tolist(), ids[:0]):
+        ledger.add(some, weights=np.zeros(len(some)))
+        assert (ledger.accepted, ledger.digest) == (0, before)
+        audit = audit_ids(some, 4, weights=np.zeros(len(some)), names=names)
+        assert (audit.accepted, audit.num_omitted) == (0, 4)
+    ledger.add(ids, weights=[0, 1])  # the control
+    assert (ledger.accepted, ledger.num_due) == (1, 3)
+
+
+def test_padding_of_strings_does_not_say_what_a_ledger_is_of():
+    ledger = Ledger(4, epoch=0)
+    ledger.add(["padding"], weights=[0])
+    ledger.add([1, 2])
+    ledger.add(["padding"], weights=[0])
+    assert ledger.due().tolist() == [0, 3]
