@@ -129,6 +129,12 @@ def read_numbers(
     return found
 
 
+def as_native(values: np.ndarray) -> np.ndarray:
+    """The same values in this machine's byte order, as JAX has them; files may hold the other."""
+    dtype = values.dtype
+    return values if dtype.isnative else values.astype(dtype.newbyteorder("="))
+
+
 def list_some(ids: Sequence[object] | np.ndarray, count: int | None = None) -> str:
     """At most ten ids for an error, and how many more there are of `count`."""
     count = len(ids) if count is None else count

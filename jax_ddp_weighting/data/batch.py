@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_at_least, check_weights
+from jax_ddp_weighting._arguments import as_native, check_at_least, check_weights
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.placement import (
     check_device_values,
@@ -52,7 +52,8 @@ class Batch:
             ids: integers `[rows]`; 0, 1, 2, ... when None.
 
         Returns:
-            A `Batch` of the arrays as they are, on the host or on devices.
+            A `Batch` of the arrays as they are, on the host or on devices; of those that files
+            hold in another machine's byte order, copies in this one's.
 
         Raises:
             TypeError: ids are no integers, or weights no numbers; or data hold a mapping or a
@@ -68,6 +69,8 @@ class Batch:
         """
         for path, leaf in jax.tree_util.tree_leaves_with_path(data):
             check_is_leaf(leaf, f"data{jax.tree_util.keystr(path)}", caller="Batch.of")
+        # what JAX would not take as it is: a step of one's own is given it without a look
+        data = jax.tree.map(lambda x: as_native(x) if isinstance(x, np.ndarray) else x, data)
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
         if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
             raise ValueError(
@@ -264,4 +267,4 @@ def place_batch(batch: Batch, sharding: PyTree, *, caller: str) -> Batch:
 
 
 def _as_array(values: Any) -> Any:
-    return values if isinstance(values, jax.Array) else np.asarray(values)
+    return values if isinstance(values, jax.Array) else as_native(np.asarray(values))

@@ -219,7 +219,8 @@ class _Rows:
                 data = jax.tree_util.tree_map_with_path(check, data)
                 found = self._describe(data, slots.length)
             # before the others are met: what fetch has returned may be filled anew at any time
-            batch = self.placement.place(Batch(data, ids.astype(id_dtype()), weights))
+            with self._report_failure(step, "its rows could not be placed"):
+                batch = self.placement.place(Batch(data, ids.astype(id_dtype()), weights))
             self.opening.check(found)
             return batch
 
@@ -229,8 +230,8 @@ class _Rows:
         return self.lengths.describe(rows, length)
 
     @contextmanager
-    def _report_failure(self, step: int) -> Iterator[None]:
-        failed = f"fetch failed at epoch {self.epoch}, step {step}"
+    def _report_failure(self, step: int, what: str = "fetch failed") -> Iterator[None]:
+        failed = f"{what} at epoch {self.epoch}, step {step}"
         # what is wrong with the first rows is the others' business too: they wait for this process
         with self.opening.report_failure(failed):
             try:

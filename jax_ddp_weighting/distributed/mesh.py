@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_at_least, check_integer, list_some
+from jax_ddp_weighting._arguments import as_native, check_at_least, check_integer, list_some
 
 AxisName = str | tuple[str, ...]
 T = TypeVar("T")
@@ -202,7 +202,7 @@ def place(tree: T, sharding: PyTree) -> T:
             return leaf
         # A copy, so that donating the placed tree leaves the caller's own arrays alone. (Whatever
         # it is told, device_put aliases keys, and arrays that lie on one of several devices.)
-        own = jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+        own = jnp.copy(leaf) if isinstance(leaf, jax.Array) else as_native(np.array(leaf))
         return jax.device_put(own, wanted)
 
     leaves, structure = jax.tree.flatten(tree)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from jax_ddp_weighting._arguments import as_native
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.coordination import name_ranks
 from jax_ddp_weighting.distributed.mesh import AxisName
@@ -119,7 +120,7 @@ class RankPlacement:
         return any(device.platform == "cpu" for device in self.mesh.local_devices)
 
     def _lend(self, rows: np.ndarray) -> list[np.ndarray]:
-        return np.split(rows, len(self.local))
+        return np.split(as_native(rows), len(self.local))
 
     def _split(self, rows: np.ndarray) -> list[np.ndarray]:
         return [copy_aligned(each) for each in self._lend(rows)]
@@ -154,6 +155,8 @@ def copy_aligned(rows: np.ndarray) -> np.ndarray:
 
 def device_dtype(dtype: Any) -> np.dtype:
     """What a dtype becomes on a device: 32 bits wide at most, unless x64 is on."""
+    if isinstance(dtype, np.dtype) and not dtype.isnative:  # as of a file, which JAX would refuse
+        dtype = dtype.newbyteorder("=")
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
@@ -166,13 +169,18 @@ def check_device_values(values: np.ndarray, name: str, *, caller: str) -> None:
         caller: who speaks in errors.
 
     Raises:
-        TypeError: the values are no numbers.
+        TypeError: the values are no numbers, or of a dtype that devices do not have.
         ValueError: a value would be cut.
     """
     if not _are_numbers(values):
         raise TypeError(
             f"{caller}: {name} must be numbers, got {values.dtype}. Devices hold nothing else: "
             "encode it, or look it up on the host by id."
+        )
+    if values.dtype.type in (np.longdouble, np.clongdouble):
+        raise TypeError(
+            f"{caller}: {name} must be of a dtype that devices have, got {values.dtype}. Cast it "
+            f"to {'float64' if values.dtype.kind == 'f' else 'complex128'}."
         )
     check_not_cut(values, name, caller=caller)
 

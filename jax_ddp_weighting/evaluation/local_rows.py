@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_weights
+from jax_ddp_weighting._arguments import as_native, check_weights
 from jax_ddp_weighting.evaluation.predictions import dtype_name, fill_tree, spell_tree
 from jax_ddp_weighting.sampling.names import as_fixed_width, read_ids
 
@@ -227,7 +227,7 @@ class _Step:
         self, ids: Any, weights: Any, predictions: PyTree, where: str, caller: str
     ) -> None:
         self.where, self._caller = where, caller
-        ids = read_ids(f"{caller}: ids", ids) if isinstance(ids, list | tuple) else _array(ids)
+        ids = _array(read_ids(f"{caller}: ids", ids) if isinstance(ids, list | tuple) else ids)
         if ids.ndim != 1:
             raise ValueError(
                 f"{caller}: ids must be [rows], got shape {ids.shape}{where}. Flatten ids, weights "
@@ -314,9 +314,7 @@ class _Step:
 
 
 def _array(values: Any) -> Any:
-    if isinstance(values, jax.Array | np.ndarray):
-        return values
-    return np.asarray(values)
+    return values if isinstance(values, jax.Array) else as_native(np.asarray(values))
 
 
 def _count_leaves(spelled: Any) -> int:

@@ -7,6 +7,7 @@ PROGRAM = r"""
 import numpy as np
 from jax.sharding import Mesh
 import jax_ddp_weighting as jdw
+from jax_ddp_weighting.distributed.placement import RankPlacement
 
 pixels = np.arange(47 * 3, dtype=np.float32).reshape(47, 3)
 plan = jdw.EpochPlan(47, num_replicas=4, batch_size=3, seed=1)
@@ -63,6 +64,11 @@ told("dtypes", lambda ids: pixels[ids].astype([np.float32, np.int32][rank]), pre
 told("structures", lambda ids: [{"x": pixels[ids]}, pixels[ids]][rank])
 told("alike", lambda ids: pixels[ids].astype([np.float32, np.float64][rank]))
 told("failure", lambda ids: failing(ids) if rank == 1 else pixels[ids])
+place = RankPlacement.place
+if rank == 1:
+    RankPlacement.place = lambda placement, rows: failing(rows)  # as where memory is full
+told("placing", lambda ids: pixels[ids], timeout_s=20)
+RankPlacement.place = place
 # a stream of this process alone concerns no other one
 mine = Mesh(np.array(jax.local_devices()), ("data",))
 if rank == 0:
@@ -109,6 +115,11 @@ def test_any_layout_works_and_unequal_rows_are_refused_before_they_are_global():
         "OSError: disk.",
         "failure OSError disk",
     ]
+    placing = [
+        "placing RuntimeError batches: on process 1: its rows could not be placed at epoch 0, "
+        "step 0: OSError: disk.",
+        "placing OSError disk",
+    ]
     alone = [
         "alone (12, 3)",
         "absent RuntimeError batches: process 1 absent, without first rows after 1 s. Look at the "
@@ -120,7 +131,7 @@ def test_any_layout_works_and_unequal_rows_are_refused_before_they_are_global():
     )
     after = "after all (12, 3)"
     first, second = ended[0].out.splitlines(), ended[1].out.splitlines()
-    assert first[:-2] == [*both, failure[0], *alone, after]
-    assert second[:-2] == [*both, failure[1], after, theirs]
+    assert first[:-2] == [*both, failure[0], placing[0], *alone, after]
+    assert second[:-2] == [*both, failure[1], placing[1], after, theirs]
     assert first[-2:] == ["ledger 24 23", "ledger 47 0"]
     assert second[-2:] == ["ledger 23 24", "ledger 0 47"]

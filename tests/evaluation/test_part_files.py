@@ -141,6 +141,24 @@ def test_a_step_among_wider_strings_of_weight_0_shares_its_file(tmp_path):
     assert write_part(tmp_path, ["ab", "c", "a long one"], [1, 1, 0], [1, 2, 3]) == path
 
 
+OTHER_ORDER = np.dtype(np.int32).newbyteorder().str[0]
+
+
+@pytest.mark.parametrize("dtype", ["U1", "U7", "f4", "f8", "i2", "c16", "S3"])
+def test_predictions_in_another_byte_order_come_back(tmp_path, dtype):
+    """As files of other machines hold them; what is read again must not be taken for its bytes."""
+    right = np.array([3, 1, 2]).astype(dtype)
+    given = right.astype(OTHER_ORDER + dtype)
+    write_part(tmp_path, np.array([2, 0, 1]).astype(OTHER_ORDER + "i8"), None, {"x": given})
+    write_part(tmp_path, [5], [1], {"x": right[:1]})  # a part of the machine's own
+    for into in (None, tmp_path / "into"):
+        found = read_parts(tmp_path, into=into).predictions["x"]
+        assert found.tolist() == np.array([1, 2, 3, 3]).astype(dtype).tolist()
+        assert found.dtype == right.dtype
+    gathered = gather_by_id([2, 0, 1], np.ones(3, OTHER_ORDER + "f4"), {"x": given})
+    assert gathered.predictions["x"].tolist() == np.sort(right).tolist()
+
+
 def test_a_write_that_fails_leaves_the_old_part_and_nothing_else(tmp_path, monkeypatch):
     path = write_part(tmp_path, [1], None, [10])
 
