@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from jaxtyping import Float64, Integer, Num
+from jaxtyping import Float64, Integer, Shaped
 
 from jax_ddp_weighting._arguments import check_weights, list_some
 
@@ -38,7 +38,7 @@ class _Slots:
     """What a file holds, flat, and how it lies there.
 
     Attributes:
-        values: the numbers, of shape `[slots]`.
+        values: the numbers, or what else an array holds, of shape `[slots]`.
         part: what the file is made of: "line" or "row".
         parts: gives the number of each part and how many values it holds; asked for only where
             weights are to lie as ids do.
@@ -46,12 +46,13 @@ class _Slots:
             JSON lines and of arrays are batches.
     """
 
-    values: Num[np.ndarray, " slots"]
+    values: Shaped[np.ndarray, " slots"]
     part: str
     parts: Callable[[], Sequence[tuple[int, int]]]
     folded: bool = False
 
 
+_STRINGS = "Strings as ids are counted in Python, by audit_ids(ids, num_examples, names=...)."
 _IDS = _Kind("ids", "integers of 64 bits", np.dtype(np.int64), int, "--column")
 _WEIGHTS = _Kind("weights", "numbers", np.dtype(np.float64), float, "--weight-column")
 
@@ -87,9 +88,11 @@ def read_ids(path: Path, *, column: str | None = None) -> Integer[np.ndarray, " 
 def _read_ids(path: Path, column: str | None) -> _Slots:
     read = _read(_IDS, path, column)
     if read.values.dtype.kind not in "iu":
+        remedy = "Save the indices of the examples, not the examples."
+        if read.values.dtype.kind in "US":
+            remedy = _STRINGS
         raise ValueError(
-            f"{path}: ids must be integers, got an array of {read.values.dtype}. Save the indices"
-            " of the examples, not the examples."
+            f"{path}: ids must be integers, got an array of {read.values.dtype}. {remedy}"
         )
     return read
 
@@ -253,14 +256,18 @@ def _from_text(kind: _Kind, path: Path) -> _Slots:
             f"{path}: must be text in UTF-8, got other bytes. Arrays are read from .npy files."
         ) from None
     try:
-        values = np.array(_words(text), kind.dtype)
+        values = _as_numbers(_words(text), kind.dtype)
     except (ValueError, OverflowError):
-        number, word = next(_misfits(text, kind.dtype))
+        number, word = _find_misfit(text, kind.dtype)
         remedy = f"JSON lines are read from files named {' or '.join(JSON_LINES)}."
-        if _is_header(text, number):
+        if "_" in word and _are_numbers([word.replace("_", "")], kind.dtype):
+            remedy = "Write it without underscores."
+        elif _is_header(text, number, kind.dtype):
             remedy = f"Remove the header: only {kind.what} belong in the file."
             if kind is _IDS:
                 remedy += " Weights go in files of their own, named by --weights."
+        elif kind is _IDS and word[0] not in "{[" and not _are_numbers([word], np.dtype(float)):
+            remedy = _STRINGS
         raise ValueError(
             f"{path}: line {number}: {kind.what} must be {kind.numbers}, got {word!r}. {remedy}"
         ) from None
@@ -276,21 +283,38 @@ def _words(text: str) -> list[str]:
     return re.sub("#.*", "", text).replace(",", " ").split()
 
 
-def _is_header(text: str, number: int) -> bool:
-    """Whether that line names columns, as in a CSV file: the first, and nothing but names."""
-    *before, line = text.splitlines()[:number]
-    names = [word.strip("\"'") for word in _words(line)]
-    return not any(map(_words, before)) and all(map(str.isidentifier, names))
+def _as_numbers(words: list[str], dtype: np.dtype[Any]) -> np.ndarray:
+    # numpy asks Python, to which 1_0 is ten; to whoever reads a log it is a name, or two numbers
+    if any("_" in word for word in words):
+        raise ValueError("underscores")
+    return np.array(words, dtype)
 
 
-def _misfits(text: str, dtype: np.dtype[Any]) -> Iterator[tuple[int, str]]:
-    """The lines and words that are no such numbers."""
-    for number, line in enumerate(text.splitlines(), 1):
-        for word in _words(line):
-            try:
-                np.array(word, dtype)
-            except (ValueError, OverflowError):
-                yield number, word
+def _are_numbers(words: list[str], dtype: np.dtype[Any]) -> bool:
+    try:
+        _as_numbers(words, dtype)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+def _is_header(text: str, number: int, dtype: np.dtype[Any]) -> bool:
+    """Whether that line names columns, as in a CSV file: only names, and then only numbers."""
+    lines = text.splitlines()
+    names = [word.strip("\"'") for word in _words(lines[number - 1])]
+    before, after = (_words("\n".join(part)) for part in (lines[: number - 1], lines[number:]))
+    only_names = not before and all(map(str.isidentifier, names))
+    return only_names and bool(after) and _are_numbers(after, dtype)
+
+
+def _find_misfit(text: str, dtype: np.dtype[Any]) -> tuple[int, str]:
+    """The first line and word that is no such number."""
+    return next(
+        (number, word)
+        for number, line in enumerate(text.splitlines(), 1)
+        for word in _words(line)
+        if not _are_numbers([word], dtype)
+    )
 
 
 def _from_json_lines(kind: _Kind, path: Path, column: str | None) -> _Slots:
@@ -327,9 +351,10 @@ def _in_column(kind: _Kind, where: str, line: bytes, column: str | None) -> list
     values = entry[column] if isinstance(entry[column], list) else [entry[column]]
     wrong = [value for value in values if not kind.holds(value)]
     if wrong:
+        strings = kind is _IDS and isinstance(wrong[0], str)
         raise ValueError(
             f"{where}: {kind.what} must be {kind.numbers}, got {json.dumps(wrong[0])[:40]} in"
-            f" {column!r}. A batch is one list of them."
+            f" {column!r}. {_STRINGS if strings else 'A batch is one list of them.'}"
         )
     return values
 

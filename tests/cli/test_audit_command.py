@@ -221,6 +221,46 @@ def test_bad_input_gets_one_line(arguments, said, tmp_path, monkeypatch, capsys)
     assert re.search(said, refusal(capsys, *arguments.split()))
 
 
+NO_NUMBERS = [
+    ("cat\ndog\n", r"line 1: ids must be integers of 64 bits, got 'cat'\. Strings .* audit_ids\("),
+    ("cat dog", r"line 1: .* got 'cat'\. Strings as ids are counted .* audit_ids\("),
+    ("cat", r"got 'cat'\. Strings as ids are counted .* audit_ids\("),
+    ("0001.jpg\n0002.jpg\n", r"got '0001\.jpg'\. Strings as ids are counted .* audit_ids\("),
+    ("id,label\n0,cat\n1,dog\n", r"line 1: .* got 'id'\. Strings as ids are counted"),
+    ("id\n0\n1\n", r"line 1: .* got 'id'\. Remove the header: only ids belong in the file"),
+    ("id w\n0 1\n", r"Remove the header: only ids belong in the file\. Weights go in files of"),
+    ('{"id": "cat"}\n', r"got '\{\"id\":'\. JSON lines are read from files named"),
+    ("0.5\n1.5\n", r"line 1: .* got '0\.5'\. JSON lines are read"),
+    ("0 1\n2 1_0\n", r"line 2: ids must be integers of 64 bits, got '1_0'\. .*without underscores"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), NO_NUMBERS)
+def test_what_a_text_of_no_ids_is_is_said(text, said, tmp_path, capsys):
+    path = tmp_path / "ids.txt"
+    path.write_text(text)
+    assert re.search(said, refusal(capsys, "audit", "-n", "20", path))
+
+
+def test_strings_as_ids_are_named_in_every_kind_of_file(tmp_path, capsys):
+    np.save(tmp_path / "ids.npy", np.array(["cat", "dog"]))
+    said = refusal(capsys, "audit", "-n", "2", tmp_path / "ids.npy")
+    assert "got an array of <U3. Strings as ids are counted" in said
+    (tmp_path / "ids.jsonl").write_text('{"id": ["cat"]}')
+    said = refusal(capsys, "audit", "-n", "2", tmp_path / "ids.jsonl", "--column", "id")
+    assert "got \"cat\" in 'id'. Strings as ids are counted" in said
+
+
+def test_an_underscore_in_a_number_is_an_error_and_in_a_remark_is_none(tmp_path, capsys):
+    ids, weights = tmp_path / "ids.txt", tmp_path / "w.txt"
+    ids.write_text("0 1 2  # step_0\n")
+    weights.write_text("1 1_0 1\n")
+    assert run("audit", "-n", "3", ids) == 0
+    capsys.readouterr()
+    said = refusal(capsys, "audit", "-n", "3", ids, "--weights", weights)
+    assert "line 1: weights must be numbers, got '1_0'. Write it without underscores." in said
+
+
 # --- each weight beside its id --------------------------------------------------------------------
 
 BATCHES = [[0, 1, 0], [2, 3, 4]]  # right under weights 1, 1, 0 and 1, 1, 1
