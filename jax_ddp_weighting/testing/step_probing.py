@@ -14,10 +14,10 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_at_least, check_rtol
+from jax_ddp_weighting._arguments import check_at_least, check_rtol, list_some
 from jax_ddp_weighting.data.batch import Batch, check_batch
 from jax_ddp_weighting.testing.conventions import deviation
-from jax_ddp_weighting.testing.diagnosis import Diagnosis, diagnose_weights
+from jax_ddp_weighting.testing.diagnosis import Diagnosis, diagnose_weights, unknown
 from jax_ddp_weighting.testing.per_example import effective_weights, per_example_gradients
 from jax_ddp_weighting.testing.probing import say_unsteady
 from jax_ddp_weighting.testing.row_table import RowTable
@@ -84,7 +84,8 @@ def diagnose_step(
         rtol: how exactly counts must fit, relative to the largest.
 
     Returns:
-        A `Diagnosis`, its table over the batch's own rows.
+        A `Diagnosis`, its table over the batch's own rows. Of a gradient that is not finite it is
+        `unknown`, and its notes say what in the batch may be the cause.
 
     Raises:
         ValueError: rows cannot be dealt as told, their counts cannot be solved for, the update
@@ -173,6 +174,9 @@ def diagnose_step(
         return jax.tree.unflatten(structure, leaves)
 
     gradient = run()
+    # before all else: nothing can be solved for, and NaN is not equal to itself
+    if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(gradient)):
+        return _say_not_finite(own, weights, laid_out)
 
     def is_unsteady() -> bool:
         one, two = (_flatten(each) for each in (gradient, run()))
@@ -249,8 +253,7 @@ def _find_solvable(own: PyTree, weights: np.ndarray) -> np.ndarray:
     A row without any gradient counts nothing, whatever is done to it; of copies one stays, with
     which the others are counted; and what is not finite in a row of weight 0 shows in the step.
     """
-    leaves = [np.asarray(leaf, float).reshape(len(weights), -1) for leaf in jax.tree.leaves(own)]
-    rows = np.concatenate(leaves, axis=1) if leaves else np.zeros((len(weights), 0))
+    rows = _flatten_rows(own, len(weights))
     kept: list[int] = []
     seen: set[bytes] = set()
     for row in [*np.flatnonzero(weights), *np.flatnonzero(weights == 0)]:
@@ -260,6 +263,46 @@ def _find_solvable(own: PyTree, weights: np.ndarray) -> np.ndarray:
             kept.append(int(row))
             seen.add(name)
     return np.sort(np.array(kept, int))
+
+
+def _flatten_rows(own: PyTree, count: int) -> np.ndarray:
+    leaves = [np.asarray(leaf, float).reshape(count, -1) for leaf in jax.tree.leaves(own)]
+    return np.concatenate(leaves, axis=1) if leaves else np.zeros((count, 0))
+
+
+def _say_not_finite(own: PyTree, weights: np.ndarray, laid_out: np.ndarray) -> Diagnosis:
+    """The diagnosis of a gradient of NaN or infinity, with whatever in the batch may be its cause.
+
+    Args:
+        own: each row's gradient, `[rows, ...]`.
+        weights: the rows' weights.
+        laid_out: the same, `[ranks, microbatches, rows]`.
+    """
+    broken = ~np.isfinite(_flatten_rows(own, len(weights))).all(axis=1)
+    kinds = [
+        (broken & (weights > 0), "of weight above 0", ""),
+        (broken & (weights == 0), "of weight 0", ": 0 times NaN is NaN"),
+    ]
+    notes = []
+    for rows, kind, why in kinds:
+        found = np.flatnonzero(rows)
+        if found.size:
+            named, has = ("row", "has") if found.size == 1 else ("rows", "have")
+            notes.append(
+                f"{named} {list_some(found)}, {kind}, {has} a gradient of NaN or infinity{why}."
+            )
+    held = laid_out.sum(axis=2)
+    empty = [f"rank {r}" for r in np.flatnonzero(~held.any(axis=1))]
+    empty += [f"microbatch {k} of rank {r}" for r, k in np.argwhere(held == 0) if held[r].any()]
+    if empty:
+        notes.append(f"{list_some(empty)} {'holds' if len(empty) == 1 else 'hold'} no weight.")
+    return unknown(
+        "a gradient that is not finite",
+        advice="Look for a mean over no examples, or a loss of NaN at weight 0: guard each division"
+        " against a weight of exactly 0, as WeightedSum.mean does, and select with jnp.where, "
+        "before the gradient is taken.",
+        notes=tuple(notes),
+    )
 
 
 def _flatten(tree: PyTree) -> np.ndarray:

@@ -207,3 +207,94 @@ def test_a_batch_that_weighs_nothing_is_refused(rows):
         diagnose_step(
             lambda w, batch: w, np.ones(3), batch, loss_of_example=lambda w, x: x @ w, ranks=1
         )
+
+
+def mean_of_two_ranks(params, batch):
+    """Each rank's own mean by its own weight, which nothing guards where it is 0."""
+
+    def mean(params, rows):
+        losses = jax.vmap(loss_of_example, (None, 0))(params, batch.data[rows])
+        return jnp.sum(losses * batch.weights[rows]) / batch.weights[rows].sum()
+
+    own = [jax.grad(mean)(params, rows) for rows in (slice(0, 6), slice(6, 12))]
+    return jax.tree.map(lambda a, b: (a + b) / 2, *own)
+
+
+def holding_its_optimizer(tx):
+    def step(state, batch):
+        updates, opt_state = tx.update(mean_of_two_ranks(state.params, batch), state.opt_state)
+        return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+
+    return step
+
+
+def applied(state, batch):
+    return state.apply_gradients(grads=mean_of_two_ranks(state.params, batch))
+
+
+ADAM = optax.adam(0.1)
+STATE = TrainState.create(apply_fn=None, params=MODEL, tx=ADAM)
+BROKEN = {
+    "gradient": (mean_of_two_ranks, MODEL, {}),
+    "sgd": (
+        lambda p, b: jax.tree.map(lambda x, g: x - g, p, mean_of_two_ranks(p, b)),
+        MODEL,
+        {"learning_rate": 1.0},
+    ),
+    "train state": (applied, STATE, {}),
+    "optimizer undone": (holding_its_optimizer(ADAM), STATE, {}),
+    "window": (
+        applied,
+        TrainState.create(apply_fn=None, params=MODEL, tx=optax.MultiSteps(ADAM, 1)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_rank_of_padding_alone_that_divides_by_0_is_not_noise(case):
+    step, state, options = BROKEN[case]
+    weights = np.array([1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0], np.float32)
+    batch = Batch.of(ROWS, weights)
+    found = diagnose_step(step, state, batch, loss_of_example=loss_of_example, ranks=2, **options)
+    assert (found.convention, found.words) == ("unknown", "a gradient that is not finite")
+    assert "a mean over no examples" in found.advice
+    assert found.notes == ("rank 1 holds no weight.",)
+
+
+def test_where_a_gradient_is_not_finite_is_said():
+    def found(rows, weights=ROW_WEIGHTS, step=mean_of_two_ranks, **options):
+        given = {"loss_of_example": loss_of_example, "ranks": 2} | options
+        return diagnose_step(step, MODEL, Batch.of(rows, np.float32(weights)), **given)
+
+    rows = ROWS.copy()
+    rows[8] = np.nan
+    assert found(rows).notes == (
+        "row 8, of weight 0, has a gradient of NaN or infinity: 0 times NaN is NaN.",
+    )
+    rows[[1, 2]] = np.inf
+    notes = found(rows).notes
+    assert notes[0] == "rows 1, 2, of weight above 0, have a gradient of NaN or infinity."
+    empty = [1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
+
+    def by_microbatch(params, batch):
+        def loss(params):
+            losses = jax.vmap(loss_of_example, (None, 0))(params, batch.data) * batch.weights
+            sums, held = (each.reshape(6, 2).sum(axis=1) for each in (losses, batch.weights))
+            return jnp.mean(sums / held)
+
+        return jax.grad(loss)(params)
+
+    notes = found(ROWS, empty, by_microbatch, microbatches=3).notes
+    assert notes == ("microbatch 1 of rank 0, microbatch 2 of rank 1 hold no weight.",)
+
+
+def test_a_step_that_is_finite_once_and_then_not_keeps_a_state():
+    calls = []
+
+    def step(params, batch):
+        calls.append(1)
+        noise = 0.1 if len(calls) == 1 else np.nan
+        return jax.tree.map(lambda leaf: leaf + noise, sgd_step(right, ranks=2)(params, batch))
+
+    assert "another gradient each time" in diagnosed(step).words
