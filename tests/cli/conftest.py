@@ -43,6 +43,15 @@ def case_of_statistics():
 def naive():
     return dict(zip(("loss_fn", "params", "batch"), case())) | {"gradient": mean_of_local_means}
 
+def without_control():
+    def own(loss_fn, **options):
+        return lambda params, batch: jax.value_and_grad(loss_fn)(params, batch)
+    def mean(params, batch):
+        sums = jax.lax.psum(loss(params, batch), "data")
+        return sums.total / sums.weight
+    return own_options() | {"loss_fn": mean, "gradient": own, "microbatches": 1,
+                            "reference": loss, "engines": ["shard_map"]}
+
 def a_mean():
     return (lambda params, batch: jnp.mean(params["w"] * batch.data)), *case()[1:]
 

@@ -39,3 +39,12 @@ def test_options_win_over_those_of_a_users_case(users, capsys):
 def test_parity_finds_a_users_own_gradient_wrong(users, capsys):
     assert run("parity", "users:naive", "--split", "3,2", "--engine", "vmap") == 1
     assert "2 of 2 gradient leaves differ" in printed(capsys)
+
+
+def test_a_proof_without_a_control_says_so(users, capsys):
+    assert run("parity", "users:without_control") == 0
+    said = printed(capsys)
+    assert "mean of local means" not in said
+    assert (
+        "Nothing shows that this proof could fail: parity: loss_fn must return a Weighted" in said
+    )
