@@ -4,12 +4,11 @@ A gradient is linear in what each row counts, so that least squares finds the co
 on a real batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import PyTree
@@ -18,11 +17,16 @@ from jax_ddp_weighting._arguments import check_at_least, check_rtol, list_some
 from jax_ddp_weighting.data.batch import Batch, check_batch
 from jax_ddp_weighting.testing.conventions import deviation
 from jax_ddp_weighting.testing.diagnosis import Diagnosis, diagnose_weights, unknown
-from jax_ddp_weighting.testing.per_example import effective_weights, per_example_gradients
+from jax_ddp_weighting.testing.per_example import effective_weights
 from jax_ddp_weighting.testing.probing import say_unsteady
+from jax_ddp_weighting.testing.row_gradients import (
+    differentiate_rows,
+    find_in_training,
+    find_solvable,
+    flatten_rows,
+)
 from jax_ddp_weighting.testing.row_table import RowTable
 from jax_ddp_weighting.testing.trials import prepare_trial
-from jax_ddp_weighting.weighting.sums import WeightedSum
 
 
 def diagnose_step(
@@ -156,10 +160,10 @@ def diagnose_step(
     own_params, wrt, gradient_of = prepare_trial(
         params, learning_rate=learning_rate, optimizer=optimizer
     )
-    own, row_weights = _differentiate_rows(loss_of_example, own_params, batch.data, keys, wrt)
+    own, row_weights = differentiate_rows(loss_of_example, own_params, batch.data, keys, wrt)
     rest = () if rng is None else (rng,)
     weights = weights * row_weights
-    laid_out, rows = table.lay_out(weights), _find_solvable(own, weights)
+    laid_out, rows = table.lay_out(weights), find_solvable(own, weights)
     shown = jax.tree.map(lambda leaf: leaf[rows], own)
 
     def run() -> PyTree:
@@ -184,9 +188,17 @@ def diagnose_step(
 
     try:
         solved = effective_weights(gradient, shown, rtol=rtol)
-    except ValueError:  # no such sum: which noise explains better than what the error would say
+    except ValueError as error:  # no such sum: what explains it better than the error would
         if is_unsteady():
             return say_unsteady()
+        in_training = find_in_training(own_params)
+        if in_training:
+            raise ValueError(
+                "diagnose_step: loss_of_example must take each row by itself, got "
+                f"{list_some(in_training)}, in training, by which rows depend on each other or on "
+                "what is drawn for them. Call eval() of the model for this trial, and use it so in "
+                "the step too."
+            ) from error
         raise
     counted = table.lay_out(solved, rows)
     found = replace(diagnose_weights(counted, laid_out, rtol=rtol), shown="the batch is yours")
@@ -209,67 +221,6 @@ def _split_calls(batch: Batch, microbatch: np.ndarray, number: int, calls: int) 
     return [jax.tree.map(lambda leaf, own=own: leaf[own], batch) for own in rows]
 
 
-def _differentiate_rows(
-    loss_of_example: Callable[..., Any], params: Any, data: PyTree, keys: Any, wrt: Any
-) -> tuple[PyTree, np.ndarray]:
-    """Each row's gradient of its mean, `[rows, ...]`, and its weight in the units of its loss."""
-    examples = data if keys is None else (data, keys)
-
-    def losses_of(params: Any, example: Any) -> tuple[Any, Any]:
-        given = (example,) if keys is None else example
-        found = loss_of_example(params, *given)
-        if isinstance(found, WeightedSum):
-            return found.total, found.weight
-        if isinstance(found, Mapping) or np.shape(found) != ():
-            shape = "" if isinstance(found, Mapping) else f" of shape {np.shape(found)}"
-            raise TypeError(
-                "diagnose_step: loss_of_example must return a scalar or one WeightedSum, got "
-                f"{type(found).__name__}{shape}. weighted_sum(losses, weights) is that of a row's "
-                "tokens; of a loss of several terms give the one that the step takes."
-            )
-        return found, 1.0
-
-    own = per_example_gradients(lambda p, x: losses_of(p, x)[0], params, examples, wrt=wrt)
-    weights = jax.vmap(lambda x: jnp.asarray(losses_of(params, x)[1], float))(examples)
-    weights = np.asarray(weights, float)
-    if not np.isfinite(weights).all() or (weights < 0).any():
-        raise ValueError(
-            "diagnose_step: loss_of_example must return weights that are finite and at least 0, "
-            f"got {weights.tolist()}. They are the counts of a row's tokens."
-        )
-    size = np.where(weights > 0, weights, 1.0)
-
-    def divide(leaf: Any) -> np.ndarray:
-        leaf = np.asarray(leaf)
-        of_rows = size.reshape(-1, *[1] * (leaf.ndim - 1))
-        return leaf if (size == 1).all() else (leaf / of_rows.astype(leaf.dtype))
-
-    return jax.tree.map(divide, own), weights
-
-
-def _find_solvable(own: PyTree, weights: np.ndarray) -> np.ndarray:
-    """The rows whose counts are solved for: all but those of weight 0 that cannot show.
-
-    A row without any gradient counts nothing, whatever is done to it; of copies one stays, with
-    which the others are counted; and what is not finite in a row of weight 0 shows in the step.
-    """
-    rows = _flatten_rows(own, len(weights))
-    kept: list[int] = []
-    seen: set[bytes] = set()
-    for row in [*np.flatnonzero(weights), *np.flatnonzero(weights == 0)]:
-        name = rows[row].tobytes()
-        hidden = not rows[row].any() or not np.isfinite(rows[row]).all() or name in seen
-        if weights[row] or not hidden:
-            kept.append(int(row))
-            seen.add(name)
-    return np.sort(np.array(kept, int))
-
-
-def _flatten_rows(own: PyTree, count: int) -> np.ndarray:
-    leaves = [np.asarray(leaf, float).reshape(count, -1) for leaf in jax.tree.leaves(own)]
-    return np.concatenate(leaves, axis=1) if leaves else np.zeros((count, 0))
-
-
 def _say_not_finite(own: PyTree, weights: np.ndarray, laid_out: np.ndarray) -> Diagnosis:
     """The diagnosis of a gradient of NaN or infinity, with whatever in the batch may be its cause.
 
@@ -278,7 +229,7 @@ def _say_not_finite(own: PyTree, weights: np.ndarray, laid_out: np.ndarray) -> D
         weights: the rows' weights.
         laid_out: the same, `[ranks, microbatches, rows]`.
     """
-    broken = ~np.isfinite(_flatten_rows(own, len(weights))).all(axis=1)
+    broken = ~np.isfinite(flatten_rows(own, len(weights))).all(axis=1)
     kinds = [
         (broken & (weights > 0), "of weight above 0", ""),
         (broken & (weights == 0), "of weight 0", ": 0 times NaN is NaN"),

@@ -270,6 +270,62 @@ def test_an_nnx_step_that_has_its_optimizer_elsewhere_is_refused():
         diagnosed(lambda m, o, b: None, (model, optimizer), loss_of_example=loss_of_model)
 
 
+class Writing(nnx.Module):
+    """A model that writes into itself on its way forward, as those do that are in training."""
+
+    def __init__(self, kind):
+        rngs = nnx.Rngs(0)
+        self.hidden, self.kind = nnx.Linear(20, 4, rngs=rngs), kind
+        self.norm, self.drop = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        x = jnp.tanh(self.hidden(x))
+        if self.kind == "counts":
+            self.calls[...] += 1
+        return {"norm": self.norm, "drop": self.drop}.get(self.kind, lambda x: x)(x).sum(-1)
+
+
+def of_both_ranks(parts):
+    def step(model, batch):
+        def loss(model, rows):
+            return (
+                jnp.sum(model(batch.data[rows]) * batch.weights[rows]) / batch.weights[rows].sum()
+            )
+
+        size = len(ROWS) // parts
+        own = [nnx.grad(loss)(model, slice(k * size, (k + 1) * size)) for k in range(parts)]
+        return jax.tree.map(lambda *leaves: sum(leaves) / parts, *own)
+
+    return step
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("kind", ["counts", "norm", "drop"])
+def test_a_model_that_writes_into_itself_is_named_where_rows_are_apart(kind, name):
+    model = Writing(kind)
+    model.eval()  # the counter counts all the same
+    for loss in (loss_of_model, lambda model, x: weighted_sum(model(x)[None])):
+        found = diagnosed(of_both_ranks(PARTS[name]), model, loss_of_example=loss)
+        assert found.convention == name
+    assert int(model.calls[...]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"), [("norm", r"BatchNorm at 'norm'"), ("drop", r"Dropout at 'drop'")]
+)
+def test_layers_in_training_that_keep_rows_from_being_apart_are_named(kind, layer):
+    model = Writing(kind)
+    if kind == "norm":
+        model.drop.deterministic = True
+    else:
+        model.norm.use_running_average = True
+    message = rf"loss_of_example must take each row by itself, got {layer}, in training.*eval\(\)"
+    for loss in (loss_of_model, lambda model, x: model(x[None])[0]):
+        with pytest.raises(ValueError, match=message):
+            diagnosed(of_both_ranks(1), model, loss_of_example=loss)
+
+
 # --- our own --------------------------------------------------------------------------------------
 
 
