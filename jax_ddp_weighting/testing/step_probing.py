@@ -49,8 +49,8 @@ def diagnose_step(
     The rule: the step's gradient is solved for what each row counted (`effective_weights`), and the
     counts are named (`diagnose_weights`). The gradient is what the step hands to its optimizer. Of
     a state that holds its optimizer one is put in its place for the trial, which keeps what it is
-    given and moves nothing, inside `optax.MultiSteps` too. A step that holds its own is run with
-    it, and the update is undone, where SGD, momentum or Adam made it.
+    given and moves nothing, inside `optax.MultiSteps` and `weighted_multi_steps` too. A step that
+    holds its own is run with it, and the update is undone, where SGD, momentum or Adam made it.
 
     Args:
         step: the training step. It is given copies, which it may donate; and it is called again if
@@ -93,8 +93,8 @@ def diagnose_step(
 
     Raises:
         ValueError: rows cannot be dealt as told, their counts cannot be solved for, the update
-            cannot be undone, a window did not close, the step returns something else, or `rtol` is
-            not in `[0, 1)`.
+            cannot be undone, the calls make no update or several, the step returns something else,
+            or `rtol` is not in `[0, 1)`.
         TypeError: `batch` is no `Batch`, or a row's loss neither a scalar nor one `WeightedSum`.
 
     Example:

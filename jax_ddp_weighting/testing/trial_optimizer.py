@@ -1,6 +1,7 @@
 """The gradient that a step gave its optimizer: kept by one put in its place, or solved for."""
 
 import copy
+from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,15 +26,21 @@ class TrialState(NamedTuple):
 def put_on_trial(tx: Any) -> Any:
     """An optimizer in place of this one that moves nothing, and keeps what it is given.
 
-    `optax.MultiSteps` stays, with such a one inside it: how it accumulates is on trial too.
+    A window stays, with such a one inside it: how it accumulates is on trial too. That is
+    `optax.MultiSteps` or `weighted_multi_steps`, whose functions are methods of what holds it.
     """
-    window = tx if isinstance(tx, optax.MultiSteps) else getattr(tx.update, "__self__", None)
-    if not isinstance(window, optax.MultiSteps):
-        return optax.GradientTransformationExtraArgs(_init, _update)
-    # The only place where it keeps its optimizer; there is no public one.
-    window = copy.copy(window)
-    window._opt = optax.GradientTransformationExtraArgs(_init, _update)
-    return window if isinstance(tx, optax.MultiSteps) else window.gradient_transformation()
+    trial = optax.GradientTransformationExtraArgs(_init, _update)
+    window: Any = tx if isinstance(tx, optax.MultiSteps) else getattr(tx.update, "__self__", None)
+    if isinstance(window, optax.MultiSteps):
+        # The only place where it keeps its optimizer; there is no public one.
+        window = copy.copy(window)
+        window._opt = trial
+        return window if isinstance(tx, optax.MultiSteps) else window.gradient_transformation()
+    # known by its fields, since it lives in a room that this one imports nothing from
+    if is_dataclass(window) and hasattr(window, "inner") and hasattr(window, "every_k_steps"):
+        window = replace(window, inner=trial)  # pyright: ignore[reportArgumentType]
+        return type(tx)(window.init, window.update)
+    return trial
 
 
 def is_window(state: Any) -> bool:
@@ -44,6 +51,26 @@ def is_window(state: Any) -> bool:
 def holds_window(opt_state: PyTree) -> bool:
     """Whether an optimizer's state holds that of a window anywhere."""
     return any(map(is_window, jax.tree.leaves(opt_state, is_leaf=is_window)))
+
+
+def count_updates(before: PyTree, after: PyTree) -> list[int]:
+    """How many updates were made between two states of an optimizer, by each of its windows.
+
+    Of an optimizer on trial without any, how often it was called.
+    """
+
+    def counts_of(opt_state: PyTree) -> list[int]:
+        def is_leaf(node: Any) -> bool:
+            return is_window(node) or isinstance(node, TrialState)
+
+        found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_leaf) if is_leaf(node)]
+        counts = [node.gradient_step if is_window(node) else node.calls for node in found]
+        return [int(jax.tree.leaves(each)[0]) for each in counts]  # in nnx each is a variable
+
+    old, new = counts_of(before), counts_of(after)
+    if len(old) != len(new):  # the step brought a state of its own
+        return []
+    return [b - a for a, b in zip(old, new, strict=True)]
 
 
 def read_trial(opt_state: PyTree) -> list[Any] | None:

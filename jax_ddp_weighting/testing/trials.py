@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.testing.trial_optimizer import (
+    count_updates,
     holds_window,
     put_on_trial,
     read_trial,
@@ -122,14 +123,13 @@ def _of_train_state(state: Any, learning_rate: float | None, optimizer: Any) -> 
             after = run(start, step, batches, rest)
         except Exception:  # whatever it is: the step may hold an optimizer of its own
             return None
-        found = read_trial(after.opt_state)
-        if found is None:
-            _check_closed(after.opt_state)
-        return found
+        _check_updates(start.opt_state, after.opt_state, len(batches))
+        return read_trial(after.opt_state)
 
     def gradient(step: Any, batches: Sequence[Batch], rest: tuple[Any, ...]) -> list[Any]:
         if learning_rate is not None:
             after = run(state, step, batches, rest)
+            _check_updates(state.opt_state, after.opt_state, len(batches))
             return _undo_sgd(state.params, after.params, learning_rate)
         tx = getattr(state, "tx", None)
         if optimizer is None and tx is not None and hasattr(state, "replace"):
@@ -143,6 +143,7 @@ def _of_train_state(state: Any, learning_rate: float | None, optimizer: Any) -> 
                 f"{type(state).__name__}. It is the optax optimizer that the step applies."
             )
         after = run(state, step, batches, rest)
+        _check_updates(state.opt_state, after.opt_state, len(batches))
         return undo(
             applied,
             state.params,
@@ -162,11 +163,22 @@ def _check_window(opt_state: PyTree, on_trial: PyTree) -> None:
         )
 
 
-def _check_closed(opt_state: PyTree) -> None:
-    if holds_window(opt_state):
+def _check_updates(before: PyTree, after: PyTree, calls: int) -> None:
+    """Raises unless every window has closed once; or what is on trial was called once a call."""
+    counts = count_updates(before, after)
+    if holds_window(after) and not all(counts):
         raise ValueError(
             "diagnose_step: calls must be as many as the optimizer accumulates, got fewer: its "
-            "window has not closed. Say calls=k for optax.MultiSteps(..., every_k_schedule=k)."
+            "window has not closed. Say calls=k for optax.MultiSteps(..., every_k_schedule=k) or "
+            "weighted_multi_steps(..., k)."
+        )
+    most = max(counts, default=1)
+    # a step of one call may well update several times, as it goes over its own microbatches
+    if most > 1 and (calls > 1 or holds_window(after)):
+        rest = calls % most
+        remedy = f"Say calls={calls // most}." if not rest else "Give the rows of one update."
+        raise ValueError(
+            f"diagnose_step: calls must make one update, got {calls} that make {most}. {remedy}"
         )
 
 
@@ -192,6 +204,7 @@ def _of_parts(params: PyTree, opt_state: PyTree, optimizer: Any) -> Gradient:
         for batch in batches:
             result = step(*copy_tree((*carried, batch, *rest)))
             carried = _find_parts(result, carried)
+        _check_updates(opt_state, carried[1], len(batches))
         return undo(optimizer, params, opt_state, carried)
 
     return gradient
@@ -263,14 +276,14 @@ def _of_pair(model: Any, optimizer: Any, learning_rate: float | None) -> Gradien
             trial = put_on_trial(optimizer.tx)
             theirs = type(optimizer)(own, trial, wrt=optimizer.wrt)
             _check_window(optimizer.opt_state, theirs.opt_state)
-        before = copy_tree(nnx.state(own, optimizer.wrt))
+        before, opt_state = copy_tree((nnx.state(own, optimizer.wrt), theirs.opt_state))
         for batch in batches:
             step(own, theirs, *copy_tree((batch, *rest)))
+        _check_updates(opt_state, theirs.opt_state, len(batches))
         if learning_rate is not None:
             return _undo_sgd(before, nnx.state(own, optimizer.wrt), learning_rate)
         found = read_trial(theirs.opt_state)
         if found is None:
-            _check_closed(theirs.opt_state)
             raise ValueError(
                 "diagnose_step: step must call the optimizer that it is given, got one that did "
                 "not. Say learning_rate where it is plain SGD, or let it return its gradient."

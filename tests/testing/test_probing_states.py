@@ -372,19 +372,85 @@ def test_multi_steps_stays_around_the_optimizer_on_trial(spelling):
 
 
 def test_a_window_that_stays_open_is_said():
-    with pytest.raises(ValueError, match="calls must be as many as the optimizer accumulates"):
-        in_windows(optax.MultiSteps(optax.adam(0.1), 3))
+    for rate, inside in ((None, optax.adam(0.1)), (1.0, optax.sgd(1.0))):
+        with pytest.raises(ValueError, match="calls must be as many as the optimizer accumulates"):
+            in_windows(optax.MultiSteps(inside, 3), learning_rate=rate)
     with pytest.raises(ValueError, match="calls must divide the 3 microbatches, got 2"):
         in_windows(optax.MultiSteps(optax.adam(0.1), 2), microbatches=3)
 
 
-def test_our_windows_are_right_with_sgd_inside():
-    step = make_train_step(loss_fn, data_mesh(2), donate=False)
-    given = {"ranks": 2, "calls": 2, "loss_of_example": loss_of_example}
-    state = new_state(weighted_multi_steps(optax.sgd(1.0), 2))
-    assert diagnose_step(step, state, UNEVEN, learning_rate=1.0, **given).right
-    with pytest.raises(ValueError, match=r"state must keep its window .* optax\.sgd"):
-        diagnose_step(step, new_state(weighted_multi_steps(optax.adam(1), 2)), UNEVEN, **given)
+@pytest.mark.parametrize(
+    ("tx", "rate", "updates"),
+    [
+        (optax.MultiSteps(optax.adam(0.1), 3), None, 2),
+        (optax.MultiSteps(optax.sgd(1.0), 3), 1.0, 2),
+        (optax.chain(optax.identity(), optax.MultiSteps(optax.sgd(1.0), 3)), 1.0, 2),
+        (optax.adam(0.1), None, 6),
+    ],
+)
+def test_calls_that_make_several_updates_are_said(tx, rate, updates):
+    message = rf"calls must make one update, got 6 that make {updates}\. Say calls={6 // updates}\."
+    with pytest.raises(ValueError, match=message):
+        in_windows(tx, calls=6, learning_rate=rate)
+
+
+def test_calls_of_nnx_that_make_several_updates_are_said():
+    model = Model()
+
+    def step(model, optimizer, batch):
+        optimizer.update(model, gradient_of_model(model, batch, 1))
+
+    given = {"ranks": 1, "loss_of_example": loss_of_model}
+    for k, said in ((1, "calls must make one update, got 2 that make 2"), (4, "got fewer")):
+        tx = optax.MultiSteps(optax.adam(0.1), k)
+        carried = model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+        with pytest.raises(ValueError, match=said):
+            diagnose_step(step, carried, UNEVEN, calls=2, **given)
+
+
+def in_our_windows(inside, ranks=2, **options):
+    step = make_train_step(loss_fn, data_mesh(ranks), donate=False)
+    given = {"ranks": ranks, "calls": 2, "loss_of_example": loss_of_example} | options
+    return diagnose_step(step, new_state(weighted_multi_steps(inside, 2)), UNEVEN, **given)
+
+
+@pytest.mark.parametrize(
+    ("inside", "options"), [(optax.sgd(1.0), {"learning_rate": 1.0}), (optax.adam(1e-3), {})]
+)
+def test_our_windows_are_right_as_they_are(inside, options):
+    assert in_our_windows(inside, **options).right
+    with pytest.raises(ValueError, match="calls must make one update, got 6 that make 3"):
+        in_our_windows(inside, calls=6, ranks=1, **options)
+    with pytest.raises(ValueError, match="calls must be as many as the optimizer accumulates"):
+        in_our_windows(inside, calls=1, **options)
+
+
+def test_our_windows_are_right_in_nnx_and_wrong_where_their_weights_are():
+    model = Model()
+
+    def carried(**options):
+        tx = weighted_multi_steps(optax.adam(1e-3), 2, **options)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def of_model(model, batch):
+        return weighted_sum(jax.vmap(lambda x: model(x))(batch.data), batch.weights)
+
+    step = make_nnx_train_step(of_model, data_mesh(2), donate=False)
+    given = {"ranks": 2, "calls": 2, "loss_of_example": loss_of_model}
+    assert diagnose_step(step, carried(), UNEVEN, **given).right
+
+    def without_weights(model, optimizer, batch):
+        optimizer.update(model, gradient_of_model(model, batch, 1), weight=1.0)
+
+    found = diagnose_step(without_weights, carried(), UNEVEN, **given | {"ranks": 1})
+    assert found.convention == "mean_of_means"
+
+
+def test_a_window_inside_of_other_transformations_is_refused():
+    for window in (weighted_multi_steps(optax.adam(1), 2), optax.MultiSteps(optax.adam(1), 2)):
+        inside = optax.GradientTransformationExtraArgs(window.init, window.update)
+        with pytest.raises(ValueError, match=r"state must keep its window .* optax\.sgd"):
+            in_windows(optax.chain(optax.clip(1.0), inside))
 
 
 def test_a_gradient_that_is_returned_is_that_of_one_call():
