@@ -29,7 +29,8 @@ def compare(
         list[str] | None,
         typer.Option(
             help="Which of torch's names is which of ours, where names do not tell: torch=ours,"
-            " torch=ours:kind, or torch= to leave it out. May be repeated."
+            " torch=ours:kind (a Linear behind a flattened image: torch=ours:flattened:16,5,5), or"
+            " torch= to leave it out. May be repeated."
         ),
     ] = None,
     json: Json = False,
@@ -75,8 +76,16 @@ def _read_rule(text: str) -> tuple[str, Any]:
             f"compare: --rule must be torch=ours, torch=ours:kind or torch=, got {text!r}. For"
             " instance: --rule head=Dense_3"
         )
-    path, colon, kind = ours.partition(":")
-    return torch, (path, kind) if colon else path or None
+    path, *lies = ours.split(":", 2)
+    if "flattened" not in lies[:1] and len(lies) < 2:
+        return torch, (path, *lies) if lies else path or None
+    sizes = lies[1].split(",") if len(lies) > 1 else []
+    if lies[0] != "flattened" or not sizes or not all(map(str.isdecimal, sizes)):
+        raise ValueError(
+            "compare: --rule must give the axes that were flattened, in torch's order, got"
+            f" {text!r}. For instance: --rule fc1=Dense_0:flattened:16,5,5"
+        )
+    return torch, (path, "flattened", tuple(map(int, sizes)))
 
 
 def _split(name: str) -> tuple[str, ...]:

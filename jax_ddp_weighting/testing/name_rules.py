@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from jax_ddp_weighting._arguments import list_some
 from jax_ddp_weighting.testing.flax_layers import name_cell
 from jax_ddp_weighting.testing.layer_kinds import KINDS, Fit, Link, fits_as
 from jax_ddp_weighting.testing.layer_matching import Matched, Matching, match_layers
@@ -38,10 +41,11 @@ class Rule:
 
 @dataclass
 class Ruled:
-    """What rules have settled, and the layers that they leave."""
+    """What rules have settled, and the layers that they leave; and which rule has what, by name."""
 
     torch: list[TorchLayer]
     flax: list[FlaxLayer]
+    taken: dict[str, str] = field(default_factory=dict)
     matching: Matching = field(default_factory=Matching)
     links: list[tuple[Link, str]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -50,11 +54,16 @@ class Ruled:
 def read_rules(rules: Rules | None) -> list[Rule]:
     """The rules, the most special first: whole names before stars, long ones before short."""
     found = []
+    if rules is not None and not isinstance(rules, Mapping):
+        raise TypeError(
+            "torch_names: rules must be a dict of torch's names to flax's, got "
+            f"{type(rules).__name__}. For instance: {{'head': 'Dense_3', 'aux': None}}."
+        )
     for key, value in (rules or {}).items():
         parts = tuple(value) if isinstance(value, tuple | list) else (value,)
         target = parts[0] if parts else ""
         kind: str = parts[1] if len(parts) > 1 else ""
-        channels: Shape = tuple(parts[2]) if len(parts) > 2 else ()
+        channels = parts[2] if len(parts) > 2 else None
         known = kind in ("", *KINDS) and 0 < len(parts) < 4
         to_nothing = target is None and len(parts) == 1
         if not (isinstance(key, str) and known and (to_nothing or isinstance(target, str))):
@@ -63,13 +72,20 @@ def read_rules(rules: Rules | None) -> list[Rule]:
                 f"a kind of {', '.join(KINDS)}, to (path, 'flattened', channels), or to None, got "
                 f"{value!r} for {key!r}. For instance: {{'head': 'Dense_3', 'aux': None}}."
             )
-        if (kind == "flattened") != bool(channels):
+        needed = kind == "flattened"
+        if needed != (channels is not None) or (needed and not _is_shape(channels)):
             raise ValueError(
                 "torch_names: rules must say which axes were flattened, in torch's order, got "
                 f"{value!r} for {key!r}. For instance: ('Dense_0', 'flattened', (16, 5, 5))."
             )
-        found.append(Rule(strip_wrappers(key), target, kind, channels))
+        found.append(Rule(strip_wrappers(key), target, kind, tuple(channels or ())))
     return sorted(found, key=lambda rule: (rule.key.count("*"), -rule.key.count(".")))
+
+
+def _is_shape(value: Any) -> bool:
+    sizes = value if isinstance(value, tuple | list) else ()
+    whole = (isinstance(x, int | np.integer) and not isinstance(x, bool) and x > 0 for x in sizes)
+    return bool(sizes) and all(whole)
 
 
 def apply_rules(
@@ -87,19 +103,57 @@ def apply_rules(
     """
     ruled = Ruled(list(torch), list(flax))
     for rule in rules:
-        if _rule_array(rule, ruled, collections):
+        if _rule_array(rule, ruled, flax, collections):
             continue
         used = False
         for place in _find_places(rule, ruled.torch):
             used = True
-            _rule_layers(rule, place, ruled, fits_of, collections)
+            _rule_layers(rule, place, ruled, flax, fits_of, collections)
         if not used:
+            _check_untaken(rule, ruled, torch)
             known = [name for layer in torch for name in (layer.name, *_names(layer))]
             raise ValueError(
                 f"torch_names: rules must name what the state dict holds, got {rule.key!r}. "
                 f"{_suggest(rule.key, known)}"
             )
     return ruled
+
+
+def _check_untaken(rule: Rule, ruled: Ruled, torch: list[TorchLayer]) -> None:
+    """Raises where other rules have all that this one names."""
+    named = [x for place in _find_places(rule, torch) for x in place.layers]
+    pieces = [str(piece) for layer in named for piece in layer.pieces.values()]
+    pieces += [rule.key] * (rule.key in ruled.taken)
+    owners = list(dict.fromkeys(ruled.taken[each] for each in pieces if each in ruled.taken))
+    if owners:
+        raise ValueError(
+            "torch_names: rules must name each part of the state dict in one rule, got "
+            f"{rule.key!r}, all of which {_quote(owners)}. Leave one of them out."
+        )
+
+
+def _check_free(rule: Rule, target: str, ruled: Ruled, leaves: list[Leaf]) -> None:
+    """Raises where another rule has some of what this one names in flax's tree."""
+    named = (leaf.name for leaf in leaves)
+    owners = dict.fromkeys(ruled.taken[name] for name in named if name in ruled.taken)
+    owners.pop(rule.key, None)
+    if owners:
+        raise ValueError(
+            "torch_names: rules must name each part of flax's tree in one rule, got "
+            f"{target!r} for {rule.key!r}, which {_quote(list(owners))}. Leave one of them out: "
+            "one layer of torch is one of flax."
+        )
+
+
+def _miss(rule: Rule, target: str, known: list[str]) -> ValueError:
+    return ValueError(
+        f"torch_names: rules must name what flax's tree holds, got {target!r} for {rule.key!r}. "
+        f"{_suggest(target, known)}"
+    )
+
+
+def _quote(owners: list[str]) -> str:
+    return f"{list_some([repr(each) for each in owners])} {'has' if len(owners) == 1 else 'have'}"
 
 
 def _names(layer: TorchLayer) -> list[str]:
@@ -116,7 +170,7 @@ def _split(target: str, collections: bool) -> Path:
     return path[1:] if collections and path[0] in ("params", "batch_stats") else path
 
 
-def _rule_array(rule: Rule, ruled: Ruled, collections: bool) -> bool:
+def _rule_array(rule: Rule, ruled: Ruled, flax: list[FlaxLayer], collections: bool) -> bool:
     """Settles a rule of one tensor; whether it was one."""
     home = next(
         (
@@ -145,19 +199,20 @@ def _rule_array(rule: Rule, ruled: Ruled, collections: bool) -> bool:
             None,
         )
         if owner is None:
-            known = [leaf.name for other in ruled.flax for leaf in other.leaves.values()]
-            raise ValueError(
-                f"torch_names: rules must name what flax's tree holds, got {rule.target!r} for "
-                f"{rule.key!r}. {_suggest(rule.target, known)}"
-            )
+            leaves = [leaf for other in flax for leaf in other.leaves.values()]
+            same = [x for x in leaves if ".".join(_split(x.name, collections)) == wanted]
+            _check_free(rule, rule.target, ruled, same)
+            raise _miss(rule, rule.target, [leaf.name for leaf in leaves])
         other, name = owner
         leaf = other.leaves[name]
         kind = rule.kind or _kind_of(name, piece)
         if not fits_as(kind, piece.shape, leaf.shape, channels=rule.channels):
             raise _misfit(rule, piece, leaf, kind)
         ruled.links.append((Link(leaf, (piece,), kind, channels=rule.channels), "rule"))
+        ruled.taken[leaf.name] = rule.key
         rest = {each: own for each, own in other.leaves.items() if each != name}
         _replace(ruled.flax, other, replace(other, leaves=rest) if rest else None)
+    ruled.taken[piece.name] = rule.key
     left = {each: own for each, own in layer.pieces.items() if each != part}
     _replace(ruled.torch, layer, replace(layer, pieces=left) if left else None)
     return True
@@ -209,11 +264,17 @@ def _find_places(rule: Rule, torch: list[TorchLayer]) -> list[_Place]:
 
 
 def _rule_layers(
-    rule: Rule, place: _Place, ruled: Ruled, fits_of: FitsOf, collections: bool
+    rule: Rule,
+    place: _Place,
+    ruled: Ruled,
+    flax: list[FlaxLayer],
+    fits_of: FitsOf,
+    collections: bool,
 ) -> None:
     torch = place.layers
     for layer in torch:
         _replace(ruled.torch, layer, None)
+        ruled.taken |= dict.fromkeys(map(str, layer.pieces.values()), rule.key)
     if rule.target is None:
         ruled.left_out |= {str(p): "left out by rules" for x in torch for p in x.pieces.values()}
         return
@@ -222,18 +283,22 @@ def _rule_layers(
         target = target.replace("*", star, 1)
     path = name_cell(_split(target, collections))
     wanted = _spell(path)
-    inside = [x for x in ruled.flax if _spell(x.path[: len(path)]) == wanted]
+
+    def find_inside(layers: list[FlaxLayer]) -> list[FlaxLayer]:
+        return [x for x in layers if _spell(x.path[: len(path)]) == wanted]
+
+    inside = find_inside(ruled.flax)
+    leaves = [leaf for layer in find_inside(flax) for leaf in layer.leaves.values()]
     if not inside:
-        known = [layer.name for layer in ruled.flax]
-        raise ValueError(
-            f"torch_names: rules must name what flax's tree holds, got {target!r} for "
-            f"{rule.key!r}. {_suggest(target, known)}"
-        )
+        _check_free(rule, target, ruled, leaves)
+        raise _miss(rule, target, [layer.name for layer in flax])
     for layer in inside:
         _replace(ruled.flax, layer, None)
+        ruled.taken |= dict.fromkeys((leaf.name for leaf in layer.leaves.values()), rule.key)
     if len(torch) == len(inside) == 1:
         fits = fits_of(torch[0], inside[0], kind=rule.kind, channels=rule.channels)
         if not fits:
+            _check_free(rule, target, ruled, leaves)
             (piece, *_), (leaf, *_) = torch[0].pieces.values(), inside[0].leaves.values()
             raise _misfit(rule, piece, leaf, rule.kind or "its layer's kind")
         told = bool(rule.kind)

@@ -54,7 +54,7 @@ def torch_names(
     Raises:
         ValueError: the state dict or the tree is empty; two names differ by a wrapper alone; a
             rule names what is not there, or pairs what does not fit.
-        TypeError: a value is no array of numbers.
+        TypeError: a value is no array of numbers, or `rules` no dict.
 
     Example:
         >>> state_dict = {"fc1.weight": np.ones((4, 3)), "fc1.bias": np.zeros(4)}

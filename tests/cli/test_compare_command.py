@@ -89,6 +89,18 @@ def test_names_that_do_not_tell_are_listed_and_settled_by_a_rule(capsys):
     assert run("compare", "ours.npz", "theirs.npz", *square) == 1
 
 
+def test_a_flattened_image_is_told_by_a_rule(files, capsys):
+    """What torch has channels first, flax has channels last."""
+    image = np.arange(4 * 12.0).reshape(4, 2, 3, 2)  # of channels, height and width
+    np.savez("image.npz", **{"fc.weight": image.reshape(4, 12), "fc.bias": np.ones(4)})
+    kernel = image.transpose(2, 3, 1, 0).reshape(12, 4)
+    np.savez("ours.npz", **{"Dense_0/kernel": kernel, "Dense_0/bias": np.ones(4)})
+    assert run("compare", "ours.npz", "image.npz", "--rule", "fc=Dense_0") == 1
+    flattened = ("--rule", "fc=Dense_0:flattened:2,3,2")
+    assert run("compare", "ours.npz", "image.npz", *flattened) == 0
+    assert run("compare", "ours.npz", "image.npz", "--rule", "fc=Dense_0:flattened:3,2,2") == 1
+
+
 def safetensors_file(path, arrays):
     """As the format says: a length, a header, and the numbers."""
     header, numbers = {}, b""
@@ -185,6 +197,14 @@ def test_a_file_that_cannot_be_compared_is_one_sentence(case, files, capsys):
         (("ours.npz",), "Missing argument 'theirs'"),
         (("ours.npz", "ours.npz", "--rtol", "2"), "compare: --rtol must be in [0, 1), got 2"),
         (("ours.npz", "theirs.npz", "--rule", "fc1"), "--rule must be torch=ours, torch=ours:kind"),
+        *(
+            (
+                ("ours.npz", "theirs.npz", "--rule", f"fc1=Dense_0:{kind}"),
+                "--rule must give the axes that were flattened, in torch's order, got"
+                f" 'fc1=Dense_0:{kind}'. For instance: --rule fc1=Dense_0:flattened:16,5,5",
+            )
+            for kind in ("flattened", "flattened:", "flattened:a,b", "flattened:2,,3", "linear:4")
+        ),
         (
             ("ours.npz", "theirs.npz", "--rule", "x=y"),
             "must name what the state dict holds, got 'x'",

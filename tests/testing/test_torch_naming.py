@@ -163,12 +163,51 @@ def test_rules_of_modules_stars_tensors_and_what_is_left_out():
             r"rules must .* a kind of linear, conv.*got \('fc', 'sideways'\)",
         ),
         ({"fc": ("fc", "flattened")}, "rules must say which axes were flattened"),
+        ({"fc": ("fc", "flattened", 12)}, "rules must say which axes .* got .*12"),
+        ({"fc": ("fc", "flattened", (4, 0.5))}, "rules must say which axes"),
+        ({"fc": ("fc", "flattened", "44")}, "rules must say which axes"),
+        ({"fc": ("fc", "linear", 12)}, "rules must say which axes"),
+        ({"fc": ("fc", "", 0)}, "rules must say which axes"),
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(rules, said):
     tree = dense("fc") | dense("wide", size=(5, 4))
     with pytest.raises(ValueError, match=f"torch_names: {said}"):
         torch_names(linear("fc"), tree, rules=rules)
+
+
+@pytest.mark.parametrize("rules", [["fc"], "fc", {"fc"}, 3])
+def test_rules_that_map_nothing_are_refused(rules):
+    with pytest.raises(TypeError, match=r"torch_names: rules must be a dict of torch's names to"):
+        torch_names(linear("fc"), dense("fc"), rules=rules)
+
+
+ONCE = "must name each part of flax's tree in one rule, got"
+TWICE = "must name each part of the state dict in one rule, got"
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"a": "one", "b": "one"}, f"{ONCE} 'one' for 'b', which 'a' has. Leave one of them out"),
+        ({"a": "params/one", "b": "one"}, f"{ONCE} 'one' for 'b', which 'a' has"),
+        ({"a.weight": "one/kernel", "b.weight": "one.kernel"}, f"{ONCE} 'one.kernel' for 'b.we"),
+        ({"b.weight": "two/kernel", "c": "two"}, f"{ONCE} 'two' for 'c', which 'b.weight' has"),
+        ({"a": "one", "c.bias": "one/bias"}, f"{ONCE} 'one' for 'a', which 'c.bias' has"),
+        ({"a": "one", "*": "one"}, f"{ONCE} 'one' for '\\*', which 'a' has"),
+        ({"up.x": "one", "up": "up"}, f"{TWICE} 'up', all of which 'up.x' has"),
+        ({"a.weight": "one/kernel", "a.bias": None, "a": "two"}, f"{TWICE} 'a', all of which 'a"),
+    ],
+)
+def test_a_part_of_either_side_has_one_rule(rules, said):
+    state_dict = linear("a", "b", "c", "up.x")
+    with pytest.raises(ValueError, match=f"torch_names: rules {said}"):
+        torch_names(state_dict, {"params": dense("one", "two", "three", "up/x")}, rules=rules)
+
+
+def test_what_no_rule_could_name_is_suggested_from_the_whole_tree():
+    with pytest.raises(ValueError, match=r"got 'zzz' for 'b'\. It holds fc\.$"):
+        torch_names(linear("a", "b"), dense("fc"), rules={"a": "fc", "b": "zzz"})
 
 
 def test_one_name_of_two_shapes_is_listed_with_both():
