@@ -192,9 +192,12 @@ def _compare_parts(
     for name, (term, gradient) in whole.items():
         sums, gradients = zip(*(part[name] for part in parts), strict=True)
         # What the parts are, not what they add up to: at an optimum that is rounding alone.
+        total = sum(find_largest(each.total) for each in sums)
         sizes = {
-            "total": sum(find_largest(each.total) for each in sums),
-            "gradient": sum(find_largest(own) for own in gradients),
+            "total": total,
+            "mean": total,
+            "weight": sum(find_largest(each.weight) for each in sums),
+            "gradient": _add_sizes(gradients),
         }
         against = partial(
             compare, split=split, engine=engine, rtol=rtol, caller="check_additive", sizes=sizes
@@ -233,8 +236,13 @@ def _compare_statistics(
         engine=engine,
         rtol=rtol,
         caller="check_additive",
-        sizes={"statistics": sum(find_largest(part) for part in parts)},
+        sizes={"statistics": _add_sizes(parts)},
     )
+
+
+def _add_sizes(parts: Sequence[PyTree]) -> PyTree:
+    """For each leaf the parts' largest entries, added up."""
+    return jax.tree.map(lambda *leaves: sum(map(find_largest, leaves)), *parts)
 
 
 def _are_counted_once(sums: list[WeightedSum]) -> bool:

@@ -19,6 +19,13 @@ RTOL = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 # A leaf whose gradient cancels to nothing is made of rounding alone: units in the last place, of
 # the largest gradient in the tree, below which differences do not count.
 _NOISE = 16
+_FLOAT32 = float(np.finfo(np.float32).eps)
+
+# Half precision adds up few numbers, mostly in float32: units of what the leaf's own rows pull by.
+# A leaf that cancels within each row, as a bias in front of a normalisation, has no such size. Its
+# rounding was a tenth of a unit of the largest leaf (attention's key bias, a shift before a
+# LayerNorm, both in bfloat16): a quarter is allowed, which is two units of an eighth.
+_HALF_NOISE, _HALF_PART = 2, 1 / 8
 
 
 class ParityError(JdwError, AssertionError):
@@ -45,7 +52,7 @@ class LeafDifference:
         leaf: the leaf's path, such as `params['dense']['kernel']`; `loss` for the loss itself.
         shape: the leaf's shape.
         difference: the largest absolute difference over the largest absolute reference; of a leaf
-            that cancels to rounding, over the size at which it would be more than rounding.
+            that cancels to rounding, over the size of which that rounding is as much as `rtol`.
         ratio: value over reference where it is one number throughout the leaf, else None.
         rtol: what was allowed.
         rounded_by: the dtype narrower than the leaf's whose rounding explains the difference; empty
@@ -166,7 +173,7 @@ def compare(
     engine: str,
     rtol: float | None,
     caller: str,
-    sizes: Mapping[str, float],
+    sizes: Mapping[str, PyTree],
     narrowest: Any = None,
 ) -> list[LeafDifference]:
     """The differences of every leaf of two dicts of trees.
@@ -178,8 +185,8 @@ def compare(
         engine: the regime, for the report.
         rtol: the tolerance; by dtype when None.
         caller: who speaks in errors.
-        sizes: by entry the size of numbers that its leaves are sums of, which rounding is measured
-            by; the largest of all for entries that are not named.
+        sizes: by entry, for each leaf, the size of numbers that it is a sum of, which rounding is
+            measured by.
         narrowest: the narrowest dtype that the numbers were computed in, where that is known.
 
     Raises:
@@ -187,8 +194,9 @@ def compare(
     """
     found = []
     for entry, reference_tree in right.items():
-        size = sizes.get(entry, max(sizes.values(), default=0.0))
         structure = jax.tree.structure(reference_tree)
+        own_sizes = jax.tree.leaves(sizes[entry])
+        largest = max(own_sizes, default=0.0)
         if jax.tree.structure(got[entry]) != structure:
             raise ValueError(
                 f"{caller}: gradient must return trees of one structure however the rows are "
@@ -196,7 +204,8 @@ def compare(
                 "the loss and the gradient of every parameter, as value_and_grad does."
             )
         paths = jax.tree_util.tree_leaves_with_path(reference_tree)
-        for (path, reference), value in zip(paths, jax.tree.leaves(got[entry]), strict=True):
+        values = jax.tree.leaves(got[entry])
+        for (path, reference), value, size in zip(paths, values, own_sizes, strict=True):
             name = entry + jax.tree_util.keystr(path)
             dtype = jnp.asarray(reference).dtype
             wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
@@ -212,19 +221,15 @@ def compare(
                     f"got NaN or infinity at {name}. Mend the loss before its splits: give "
                     "padding rows finite data."
                 )
-            allowed, noise, own_eps = RTOL["float64"], 0.0, 0.0
+            allowed, own_eps = RTOL["float64"], 0.0
             if jnp.issubdtype(dtype, jnp.inexact):
                 allowed = RTOL[jnp.finfo(dtype).dtype.name]
                 own_eps = float(jnp.finfo(dtype).eps)
-                noise = measure_noise(own_eps, size)
-            eps = own_eps if narrowest is None else float(jnp.finfo(narrowest).eps)
-            # of the dtype's own tolerance, so that what is reported does not depend on `rtol`
-            scale = max(measure(b), size if eps > own_eps else min(noise / allowed, size))
             allowed = allowed if rtol is None else rtol
-            gap = float(np.max(np.abs(a - b), initial=0.0))
-            difference = gap / scale if scale else gap
+            eps = max(own_eps, 0.0 if narrowest is None else float(jnp.finfo(narrowest).eps))
+            difference = measure_gap(a, b, allowed, *_measure_noise(eps, size, largest))
             ratio = find_ratio(a, b, allowed)
-            rounded = eps > own_eps and allowed < difference <= 2 * eps
+            rounded = eps > own_eps and allowed < difference <= _HALF_NOISE * eps
             rounded_by = jnp.dtype(narrowest).name if rounded else ""
             found.append(
                 LeafDifference(split, engine, name, a.shape, difference, ratio, allowed, rounded_by)
@@ -232,9 +237,34 @@ def compare(
     return found
 
 
-def measure_noise(eps: float, size: float) -> float:
-    """Below which an entry is rounding: of sums of numbers of this size, in a dtype of this eps."""
-    return _NOISE * eps * size
+def measure_gap(a: np.ndarray, b: np.ndarray, rtol: float, noise: float, size: float) -> float:
+    """The largest difference over the largest entry of `b`, the reference.
+
+    The rule: a difference is within `rtol` if it is within `rtol` times that entry, or within the
+    rounding of numbers of some size, which no `rtol` makes wider.
+
+    Args:
+        a: what is on trial.
+        b: the reference.
+        rtol: what is allowed.
+        noise: how much of the size is rounding.
+        size: the size of the numbers that were added up.
+    """
+    gap = float(np.max(np.abs(a - b), initial=0.0))
+    scale = max(measure(b), size * noise / max(rtol, noise) if noise else 0.0)
+    return gap / scale if scale else gap
+
+
+def choose_noise(eps: float) -> float:
+    """What part of the largest gradient is rounding, added up in float32 at least."""
+    return _NOISE * min(eps, _FLOAT32)
+
+
+def _measure_noise(eps: float, size: float, largest: float) -> tuple[float, float]:
+    """What part is rounding, and of what, where sums are of a leaf's size or the largest leaf's."""
+    if eps <= _FLOAT32:
+        return choose_noise(eps), largest
+    return _HALF_NOISE * eps, max(size, _HALF_PART * largest)
 
 
 def as_splits(splits: Sequence[Any]) -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,10 @@ from jax_ddp_weighting.testing.comparison import (
     RTOL,
     LeafDifference,
     ParityReport,
+    choose_noise,
     find_ratio,
     measure,
-    measure_noise,
+    measure_gap,
 )
 from jax_ddp_weighting.testing.flax_layers import path_of
 from jax_ddp_weighting.testing.torch_arrays import as_array
@@ -37,7 +39,9 @@ def compare_gradients(ours: PyTree, theirs: PyTree, *, rtol: float | None = None
         rtol: the difference allowed, relative to the largest entry of the leaf; by default that of
             `check_gradients` for the narrower of the two dtypes: 1e-12 for float64, 1e-5 for
             float32, 1e-2 for float16, 5e-2 for bfloat16. A leaf that cancels to nothing is
-            measured by the rounding of the largest.
+            measured by the rounding of the largest, whatever `rtol` is: of sums in float32 for
+            float16 and bfloat16 too. One that was added up in those is listed among the wrong, with
+            a note that it may be rounding.
 
     Returns:
         A `ParityReport`; `report.wrong` is empty where all leaves are equal. It is returned and not
@@ -64,16 +68,14 @@ def compare_gradients(ours: PyTree, theirs: PyTree, *, rtol: float | None = None
     found = []
     for name, reference in two.items():
         value = one[name]
-        allowed, noise = _allow(value, reference, size)
+        allowed, noise = _allow(value, reference)
         a, b = _widen(value), _widen(reference)
-        gap = float(np.max(np.abs(a - b), initial=0.0))
-        scale = max(measure(b), min(noise / allowed, size) if allowed else 0.0)
         allowed = allowed if rtol is None else rtol
-        difference = gap / scale if scale else gap
+        difference = measure_gap(a, b, allowed, noise, size)
         ratio = find_ratio(a, b, allowed)
         found.append(LeafDifference((), "theirs", name, a.shape, difference, ratio, allowed))
     wrong = {each.leaf: each for each in found if not each.equal}
-    notes = _explain(wrong, one, two)
+    notes = _explain(wrong, one, two, size)
     return ParityReport(
         tuple(each if each.leaf not in notes else _with_note(each, notes) for each in found)
     )
@@ -160,12 +162,16 @@ def _check_names(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> None
             )
 
 
-def _allow(value: np.ndarray, reference: np.ndarray, size: float) -> tuple[float, float]:
-    """The tolerance of the narrower dtype, and what a sum that cancels is rounded by."""
-    infos = [jnp.finfo(each.dtype) for each in (value, reference)]
-    narrow = max(infos, key=lambda info: float(info.eps))
+def _allow(value: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
+    """The tolerance of the narrower dtype, and what part of the largest leaf is rounding."""
+    narrow = _find_narrower(value, reference)
     allowed = RTOL.get(str(narrow.dtype), float(narrow.eps) * 16)
-    return allowed, measure_noise(float(narrow.eps), size)
+    return allowed, choose_noise(float(narrow.eps))
+
+
+def _find_narrower(value: np.ndarray, reference: np.ndarray) -> Any:
+    infos = [jnp.finfo(each.dtype) for each in (value, reference)]
+    return max(infos, key=lambda info: float(info.eps))
 
 
 def _widen(value: np.ndarray) -> np.ndarray:
@@ -176,23 +182,31 @@ def _explain(
     wrong: Mapping[str, LeafDifference],
     one: Mapping[str, np.ndarray],
     two: Mapping[str, np.ndarray],
+    size: float,
 ) -> dict[str, str]:
     """What each wrong leaf is instead, where it is something."""
     notes: dict[str, str] = {}
     for name, each in wrong.items():
         a, b = _widen(one[name]), _widen(two[name])
-        allowed = max(each.rtol, 1e-6) * max(measure(b), np.finfo(float).tiny)
+        part = max(each.rtol, 1e-6)
+        allowed = part * max(measure(b), np.finfo(float).tiny)
         if _near(a, b, allowed):
             continue  # too near for its layout to be what is wrong
         words = _name_rearrangement(a, b, allowed)
         others = [
             other
             for other, value in two.items()
-            if other != name and value.shape == a.shape and _near(a, _widen(value), allowed)
+            if other != name and _near(a, _widen(value), part * measure(value))
         ]
         if not words and others:
             swapped = [x for x in others if x in wrong and _near(_widen(one[x]), b, allowed)]
             words = f"is swapped with {swapped[0]}" if swapped else f"is the other's {others[0]}"
+        narrow = _find_narrower(one[name], two[name])
+        is_half = float(narrow.eps) > float(np.finfo(np.float32).eps)
+        # a factor that is one throughout is no rounding; 0 is, of one side
+        small = max(measure(a), measure(b)) <= float(narrow.eps) * size and not each.ratio
+        if not words and is_half and small:
+            words = f"may be {narrow.dtype}'s rounding of larger leaves: compare it in float32"
         if words:
             notes[name] = words
     return notes

@@ -95,7 +95,9 @@ def check_gradients(
         rtol: the difference allowed, relative to the largest entry of the leaf; by default 1e-12
             for float64 leaves, 1e-5 for float32, 1e-2 for float16 and 5e-2 for bfloat16. Where rows
             cancel, as at an optimum, what is left is rounding: differences count from some units in
-            the last place of what the rows contribute, added up without their signs.
+            the last place of what the rows contribute, added up without their signs, whatever
+            `rtol` is. In float16 and bfloat16 those are two units of the leaf's own rows, or a
+            quarter of one of the largest leaf's: a leaf that is smaller than that is not proved.
         float64: compute in float64, whatever JAX is set to and the data are; the setting is put
             back.
         gradient: what is on trial, called as `value_and_grad` is; the reference is always ours.
@@ -262,7 +264,7 @@ class _Trial:
             gots = read(run(*args))
         for got in gots:
             against = partial(compare, got, right, caller="check_gradients", **where)
-            differences = against(sizes={"params": find_largest(right["params"])})
+            differences = against(sizes=jax.tree.map(find_largest, right))
             if not all(each.equal for each in differences):
                 # What measuring costs is spent only where something seems to be wrong.
                 narrowest = find_narrowest(run, *args)
@@ -271,7 +273,7 @@ class _Trial:
             yield from differences
 
     @cached_property
-    def _sizes(self) -> dict[str, float]:
+    def _sizes(self) -> dict[str, PyTree]:
         """What the rows contribute to each leaf, added up without their signs."""
         coefficients, divisors, statistics = map(
             self.options.get, ("coefficients", "divisors", "statistics")

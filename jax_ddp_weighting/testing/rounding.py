@@ -25,7 +25,7 @@ def measure_rows(
     batch: Batch,
     coefficients: Mapping[str, Any] | None,
     divisors: Divisors | None = None,
-) -> dict[str, float]:
+) -> dict[str, PyTree]:
     """The sizes that a loss and its gradients would have if no two rows cancelled.
 
     Args:
@@ -36,8 +36,8 @@ def measure_rows(
         divisors: what terms are divided by that have a divisor.
 
     Returns:
-        Of `loss` and `params` the largest entry of the rows' contributions, added up without their
-        signs; 0 where rows cannot be had one by one.
+        Of `loss`, and of each leaf of `params`, the largest entry of the rows' contributions, added
+        up without their signs; 0 where rows cannot be had one by one.
     """
     factors = coefficients or {"loss": 1.0}
     rows = jnp.arange(np.shape(batch.weights)[0])
@@ -76,12 +76,15 @@ def measure_rows(
         )
         return lax.scan(add, sizes, rows)[0]
 
+    def find_size(leaf: Any) -> float:
+        size = find_largest(leaf)
+        return size if np.isfinite(size) else 0.0
+
     try:
         loss, gradients = measure(params)
     except Exception:  # a loss of somebody's that takes no single row: the scale stays what it was
-        return {"loss": 0.0, "params": 0.0}
-    found = {"loss": find_largest(loss), "params": find_largest(gradients)}
-    return {name: size if np.isfinite(size) else 0.0 for name, size in found.items()}
+        return {"loss": 0.0, "params": jax.tree.map(lambda _: 0.0, params)}
+    return {"loss": find_size(loss), "params": jax.tree.map(find_size, gradients)}
 
 
 def find_largest(tree: PyTree) -> float:

@@ -195,6 +195,29 @@ def test_a_gradient_that_does_not_add_is_found_though_values_do():
     assert {each.leaf for each in caught.value.report.wrong} == {"loss.gradient['w']"}
 
 
+@pytest.mark.parametrize("rtol", [None, 1e-3, 1e-2])
+def test_no_tolerance_hides_a_small_leaf_that_does_not_add(rtol):
+    def centred(params, batch):
+        """One leaf's rows depend on each other, and pull a thousand times less."""
+        x = batch.data[0]
+        pull = (x - x.mean(axis=0, keepdims=True)) @ params["small"]
+        return weighted_sum(squares(params, batch) + 1e-3 * jnp.sin(pull), batch.weights)
+
+    params = PARAMS | {"small": np.full(4, 0.5, np.float32)}
+    with pytest.raises(ParityError, match="do not add up") as caught:
+        check_additive(centred, params, BATCH, rtol=rtol)
+    assert "loss.gradient['small']" in {each.leaf for each in caught.value.report.wrong}
+
+
+def test_a_weight_is_measured_by_itself_and_not_by_its_total():
+    def large(params, batch):
+        fit = plain(params, batch)
+        return WeightedSum(1e8 * fit.total, jnp.maximum(fit.weight, 2.5))
+
+    with pytest.raises(ParityError, match="Term 'loss' has a weight that does not add"):
+        check_additive(large, PARAMS, BATCH)
+
+
 @pytest.mark.parametrize(
     ("splits", "message"),
     [

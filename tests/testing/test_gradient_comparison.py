@@ -110,6 +110,51 @@ def test_a_leaf_that_cancels_is_measured_by_the_rounding_of_the_others():
     assert compare_gradients(changed("fc1", "bias", np.full(6, 1e-9)), theirs).wrong != []
 
 
+DEEP = {  # as a deep network has them: each leaf some times smaller than the next
+    f"fc{layer}": np.float32(10.0 ** (layer - 5) * RNG.normal(size=(6, 6))) for layer in range(6)
+}
+SMALL_AND_WRONG = {
+    "transposed": (np.transpose, "is the other transposed"),
+    "turned over": (np.negative, ""),
+    "thrown away": (np.zeros_like, ""),
+    "twice": (lambda leaf: 2 * leaf, ""),
+}
+
+
+@pytest.mark.parametrize("case", SMALL_AND_WRONG)
+@pytest.mark.parametrize("rtol", [None, 1e-4, 1e-2, 0.3])
+def test_no_tolerance_hides_a_leaf_that_is_smaller_than_the_others(case, rtol):
+    change, note = SMALL_AND_WRONG[case]
+    ours = DEEP | {name: change(DEEP[name]) for name in ("fc0", "fc3")}
+    found = compare_gradients(ours, DEEP, rtol=rtol).wrong
+    assert {each.leaf: each.note for each in found} == {"fc0": note, "fc3": note}
+    # and what is within the tolerance of each leaf is equal
+    near = {name: leaf * np.float32(1 + (rtol or 1e-5) / 2) for name, leaf in DEEP.items()}
+    assert compare_gradients(near, DEEP, rtol=rtol).wrong == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_a_small_leaf_in_half_precision_is_measured_by_itself(dtype):
+    theirs = {name: leaf.astype(dtype) for name, leaf in DEEP.items()}
+    ours = {name: -leaf if name < "fc4" else leaf for name, leaf in theirs.items()}
+    found = compare_gradients(ours, theirs)
+    assert {each.leaf: each.ratio for each in found.wrong} == {f"fc{n}": -1 for n in range(4)}
+    assert not any(each.note for each in found.wrong)
+    # cast from float32, whatever it was rounded to there
+    rounded = {name: (leaf * np.float32(1 + 1e-6)).astype(dtype) for name, leaf in DEEP.items()}
+    assert compare_gradients(rounded, theirs).wrong == []
+
+
+def test_a_leaf_that_cancels_in_half_precision_is_said_to_be_rounding_perhaps():
+    theirs = {"w": np.ones(3, jnp.bfloat16), "bias": np.array([1e-3, 2e-3], jnp.bfloat16)}
+    ours = {**theirs, "bias": np.array([-2e-3, 1e-3], jnp.bfloat16)}
+    (found,) = compare_gradients(ours, theirs).wrong
+    assert found.note == "may be bfloat16's rounding of larger leaves: compare it in float32"
+    in_float32 = {name: leaf.astype(np.float32) for name, leaf in ours.items()}
+    theirs = {name: leaf.astype(np.float32) for name, leaf in theirs.items()}
+    assert [each.note for each in compare_gradients(in_float32, theirs).wrong] == [""]
+
+
 def test_names_decide_and_not_how_they_are_spelled():
     flat = {f"{module}/{name}": x for module, leaves in RIGHT.items() for name, x in leaves.items()}
     dots = {name.replace("/", "."): x for name, x in reversed(flat.items())}

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -620,6 +621,54 @@ def test_sums_that_cancel_add_up():
 
     with pytest.raises(ParityError, match="sums do not add up"):
         check_additive(of_the_mean, params, batch, [(1, 11)])
+
+
+def of_two_sizes(params, batch, part):
+    big = jnp.tanh(batch.data @ params["big"])
+    return weighted_sum(big + jnp.sin(batch.data @ params["small"]) * part, batch.weights)
+
+
+def without_the_small(loss_fn, **options):
+    """A reduction that throws one leaf's gradient away."""
+    ours = value_and_grad(loss_fn, **options)
+
+    def fn(params, batch):
+        loss, grads = ours(params, batch)
+        return loss, {**grads, "small": 0 * grads["small"]}
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol", "part"),
+    [(np.float32, 1e-2, 1e-3), (np.float32, 0.3, 1e-3), (jnp.bfloat16, None, 0.02)],
+)
+def test_no_tolerance_hides_a_leaf_whose_gradient_is_thrown_away(dtype, rtol, part):
+    params = {name: np.full(4, 0.1, dtype) for name in ("big", "small")}
+    loss_of = partial(of_two_sizes, part=part)
+    arguments = (loss_of, params, Batch.of(X[:6].astype(dtype)), [(4, 2)])
+    options = {"engines": ["vmap"], "rtol": rtol}
+    check_gradients(*arguments, **options)
+    with pytest.raises(ParityError, match=r"worst params\['small'\] \(4,\)"):
+        check_gradients(*arguments, gradient=without_the_small, **options)
+
+
+def test_a_loss_is_measured_by_itself_and_not_by_its_gradients():
+    def steep(w, batch):
+        return weighted_sum(1e-3 + 1e4 * (w - batch.data), batch.weights)
+
+    def off(loss_fn, **options):
+        ours = value_and_grad(loss_fn, **options)
+
+        def fn(params, batch):
+            loss, grads = ours(params, batch)
+            return loss.value * 2, grads
+
+        return fn
+
+    batch = Batch.of(np.float32([1, 1, 1, 1]))
+    with pytest.raises(ParityError, match=r"worst loss \(\): ratio 2\.000"):
+        check_gradients(steep, np.float32(1), batch, (3, 1), engines=["vmap"], gradient=off)
 
 
 # --- keys, states, auxiliary output and losses of one's own ---------------------------------------
