@@ -92,13 +92,30 @@ class Program(NamedTuple):
             others: those over which all else that goes in differs.
         """
         firsts = [frozenset()] * self.leaves if varying is None else varying
-        origins: list[Origins] = [frozenset({i}) | axes for i, axes in enumerate(firsts)]
-        origins += [frozenset({OTHERS}) | others] * (len(self.jaxpr.invars) - self.leaves)
         found: dict[Collective, None] = {}  # in order, once each
-        results = _Walk(frozenset({OTHERS}) | others, frozenset(), found).through(
-            self.jaxpr, origins
-        )
+        results = self._walk(firsts, others, found)
         return list(found), _names_in(frozenset().union(*results))
+
+    def find_names(self, names: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+        """For each result those names that the leaves which it is made of hand on to it.
+
+        The name of an axis goes as far as the first reduction over that axis; others go everywhere.
+
+        Args:
+            names: for each leaf of the first argument its own.
+        """
+        return list(map(_names_in, self._walk(names, frozenset(), {})))
+
+    def _walk(
+        self,
+        firsts: Sequence[frozenset[str]],
+        others: frozenset[str],
+        found: dict[Collective, None],
+    ) -> list[Origins]:
+        origins: list[Origins] = [frozenset({i}) | names for i, names in enumerate(firsts)]
+        origins += [frozenset({OTHERS}) | others] * (len(self.jaxpr.invars) - self.leaves)
+        walk = _Walk(frozenset({OTHERS}) | others, frozenset(), found)
+        return walk.through(self.jaxpr, origins)
 
     def find_partial(self, parts: Sequence[frozenset[str]]) -> list[frozenset[str]]:
         """For each result the axes for which it is made of what one rank has of several elements.

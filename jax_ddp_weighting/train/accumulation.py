@@ -230,7 +230,12 @@ class _Windows:
 
         def step(grads: PyTree, inner_opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             extra = _make_extra_args_of_window(extra_args, acc_value, grads)
-            return self.inner.update(grads, inner_opt_state, params, weight=total, **extra)
+            try:
+                return self.inner.update(grads, inner_opt_state, params, weight=total, **extra)
+            except TypeError as error:  # one that names its arguments, and knows no weight
+                if "unexpected keyword argument 'weight'" not in str(error):
+                    raise
+                return self.inner.update(grads, inner_opt_state, params, **extra)
 
         new_updates, inner_opt_state = _step_if(
             steps, step, acc_grads, updates, state.inner_opt_state, params, own

@@ -153,10 +153,11 @@ class BatchLayout:
 
     @contextmanager
     def explain_axes(self) -> Iterator[None]:
-        """Says what to do about a loss that uses an axis which is not mapped.
+        """Says what to do about a loss that uses axes otherwise than it may.
 
         Raises:
-            ValueError: in place of JAX's own error.
+            ValueError: in place of JAX's own error, for one that is not mapped.
+            TypeError: JAX's own, with what helps, where a loop begins with a constant.
         """
         try:
             yield
@@ -169,6 +170,15 @@ class BatchLayout:
                 "batch_spec it sees everything, and XLA splits the work: write it as for one "
                 "device, or name them in axis_name=."
             ) from None
+        except TypeError as error:
+            if "{V:" in str(error):  # how JAX writes a type that varies, where one does not
+                error.add_note(
+                    f"{self.caller}: a loop or a branch in loss_fn begins with a constant and goes "
+                    "on with a rank's rows, as those of flax's RNNs and optax.ctc_loss do. In a "
+                    'checked shard_map these are two types: engine="jit" or "pmap" takes it as it '
+                    "is; or let it begin with jax.lax.pcast(constant, axes, to='varying')."
+                )
+            raise
 
     def _check_fits(self, name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
         if len(spec) > len(shape):

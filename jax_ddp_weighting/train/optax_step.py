@@ -22,6 +22,7 @@ from jax_ddp_weighting.train.optimizer import check_optimizer
 from jax_ddp_weighting.train.step import (
     StepReport,
     check_call,
+    check_parameters,
     global_step,
 )
 from jax_ddp_weighting.train.step_options import StepOptions
@@ -260,6 +261,7 @@ def compile_optax_step(
 
     def check(carried: Carried, batch: Batch, rng: Any, extra: dict[str, Any], _: PyTree) -> None:
         _check_carried(carried, options, has_state)
+        check_parameters(carried.params, options)
         check_call(batch, rng, options)
         check_optimizer(optimizer, carried.opt_state, extra)
 

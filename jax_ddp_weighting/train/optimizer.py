@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
+from optax.contrib import DifferentiallyPrivateAggregateState
 
 from jax_ddp_weighting.train.accumulation import (
     WeightedMultiStepsState,
@@ -169,6 +170,14 @@ def _make_value_fn(evaluate: Evaluate) -> Callable[[PyTree], Array]:
 
 def check_optimizer(tx: Any, opt_state: PyTree, given: Mapping[str, Any]) -> None:
     """Raises `TypeError` for an optimizer that counts wrongly, or takes less than it is given."""
+    for node in jax.tree.leaves(opt_state, is_leaf=_wants_examples):
+        if _wants_examples(node):
+            raise TypeError(
+                "train step: optimizer must take the gradient of the whole batch, got "
+                "optax.contrib.differentially_private_aggregate, which takes the first dimension "
+                "of each parameter for examples. Clip each example's own gradient, "
+                "per_example_gradients(...), in a loop of your own."
+            )
     for node in jax.tree.leaves(opt_state, is_leaf=_counts_calls):
         if _counts_calls(node):
             name = "MultiSteps" if isinstance(node, optax.MultiStepsState) else "apply_every"
@@ -182,6 +191,10 @@ def check_optimizer(tx: Any, opt_state: PyTree, given: Mapping[str, Any]) -> Non
             f"train step: optimizer must take extra arguments to be given {sorted(given)}, got "
             f"{type(tx).__name__}. weighted_multi_steps, for one, takes flush."
         )
+
+
+def _wants_examples(node: Any) -> bool:
+    return isinstance(node, DifferentiallyPrivateAggregateState)
 
 
 def _counts_calls(node: Any) -> bool:

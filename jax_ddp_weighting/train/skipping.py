@@ -55,9 +55,10 @@ def _hoist(
     (`jax.closure_convert` leaves integers and keys where they are, and they leak.)
     """
     closed = jax.make_jaxpr(fn)(*leaves)
+    jaxpr = closed.jaxpr  # alone: `closed` holds tracers, which JAX's caches would keep
 
     def hoisted(leaves: Leaves, closed_over: Leaves) -> Leaves:
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, closed_over))(*leaves)
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed_over))(*leaves)
 
     return hoisted, closed.consts
 

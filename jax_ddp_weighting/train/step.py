@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -229,6 +230,40 @@ def _check_rng(rng: Any, options: StepOptions) -> None:
             )
         return
     check_key(rng)
+
+
+_CARRIED = "_overwrite_with_gradient"  # flax's: the "gradient" of such a leaf is its new value
+
+
+def check_parameters(params: PyTree, options: StepOptions) -> None:
+    """Raises for what is carried among parameters and is none, before tracing.
+
+    Raises:
+        TypeError: they are a pair of parameters, or a leaf is no array.
+        ValueError: flax's fp8 scales are among them, which a step adds up as if they were
+            gradients.
+    """
+    if isinstance(params, optax.LookaheadParams):
+        raise TypeError(
+            "train step: params must be one set of parameters, got optax.LookaheadParams. "
+            "optax.lookahead wants gradients of the fast ones alone, which no step takes: call "
+            "value_and_grad(...)(params.fast, batch) and the optimizer in a loop of your own."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        where = f"params{jax.tree_util.keystr(path)}"
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+            raise TypeError(
+                f"train step: params must be arrays, got {type(leaf).__name__} at {where}. Keep "
+                "what is not trained beside them. (Of an equinox module, eqx.partition(model, "
+                "eqx.is_inexact_array) gives the parameters.)"
+            )
+        sums = options.engine != "jit" or options.microbatches > 1 or options.grad_norm
+        if sums and _CARRIED in where:
+            raise ValueError(
+                f"train step: params must hold no values that are handed on as gradients, got "
+                f"{where}, where gradients are added up. flax keeps the scales of fp8 there: use "
+                'engine="jit", without microbatches and grad_norm.'
+            )
 
 
 def check_key(rng: Any) -> None:

@@ -31,6 +31,7 @@ from jax_ddp_weighting.train.shards import global_norm
 from jax_ddp_weighting.train.step import (
     StepReport,
     check_call,
+    check_parameters,
     global_step,
 )
 from jax_ddp_weighting.train.step_options import StepOptions, Varying
@@ -277,6 +278,7 @@ def compile_state_step(
 
     def check(state: Any, batch: Batch, rng: Any, extra: dict[str, Any], _: PyTree) -> None:
         _check_state(state, names)
+        check_parameters(state.params, options)
         find_scale(state)
         check_call(batch, rng, options)
         check_optimizer(state.tx, state.opt_state, extra)

@@ -335,7 +335,7 @@ def take_gradient(
         )
     check_rows(batch, caller="value_and_grad")
     _check_on_host(batch, replicated)
-    shared = jax.tree_util.tree_map_with_path(_parameter, params)
+    shared = jax.tree_util.tree_map_with_path(partial(_parameter, options), params)
     params = own = shared
     specs, gathers = options.param_specs, options.gather_per
     if gathers == "microbatch":
@@ -461,11 +461,25 @@ def _unscale(gradient: Array, scale: Any) -> Array:
     return gradient / jnp.asarray(scale, gradient.dtype)
 
 
-def _parameter(path: Any, leaf: Any) -> Array:
+def _parameter(options: GradientOptions, path: Any, leaf: Any) -> Array:
+    where = jax.tree_util.keystr(path)
+    if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+        raise TypeError(
+            f"value_and_grad: params must be arrays, got {type(leaf).__name__} at params{where}. "
+            "Keep what is not trained beside them."
+        )
+    sums = options.axis_name is not None or options.microbatches > 1 or options.scale is not None
+    if sums and "_overwrite_with_gradient" in where:
+        raise ValueError(
+            "value_and_grad: params must hold no values that are handed on as gradients where "
+            f"gradients are added up or scaled, got params{where}. flax keeps the scales of fp8 "
+            "there: take the gradient in the global view of jit, axis_name=None, without "
+            "microbatches and loss scale."
+        )
     leaf = jnp.asarray(leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         raise TypeError(
             f"value_and_grad: params must be floating point, got {leaf.dtype} at params"
-            f"{jax.tree_util.keystr(path)}. Keep counters and keys outside params."
+            f"{where}. Keep counters and keys outside params."
         )
     return leaf

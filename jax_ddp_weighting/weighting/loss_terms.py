@@ -108,7 +108,12 @@ def name_terms(
 
 
 def check_factors(coefficients: Mapping[str, Any] | None, *, caller: str) -> None:
-    """Raises `TypeError` unless coefficients are a number, or a function, for each term."""
+    """Raises unless coefficients are a finite number, or a function, for each term.
+
+    Raises:
+        TypeError: they are no dict of numbers.
+        ValueError: one is NaN or infinite.
+    """
     if coefficients is None:
         return
     if not isinstance(coefficients, Mapping):
@@ -121,6 +126,12 @@ def check_factors(coefficients: Mapping[str, Any] | None, *, caller: str) -> Non
             raise TypeError(
                 f"{caller}: coefficients must be one number for each term, got {factor!r} for "
                 f"{name!r}. How much rows or classes count is a weight."
+            )
+        on_host = isinstance(factor, int | float | np.ndarray | np.generic)
+        if on_host and not np.isfinite(factor):
+            raise ValueError(
+                f"{caller}: coefficients must be finite, got {factor!r} for {name!r}. 0 leaves a "
+                "term out of the loss and reports it all the same."
             )
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting._arguments import check_microbatches
 from jax_ddp_weighting.distributed import mesh
+from jax_ddp_weighting.distributed.collectives import trace
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.counts import Sum, as_sum
 from jax_ddp_weighting.weighting.denominators import (
@@ -45,7 +46,7 @@ from jax_ddp_weighting.weighting.param_specs import (
 )
 from jax_ddp_weighting.weighting.row_parts import count_terms
 from jax_ddp_weighting.weighting.statistics import Statistics, check_statistics
-from jax_ddp_weighting.weighting.sums import divide
+from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
 
 @dataclass(frozen=True)
@@ -131,29 +132,21 @@ def call_loss(
         state: the model's state before it.
         shared: the parameters as they were given, the same on every rank.
     """
-    keys = rows.rng if rows.keys is None else rows.keys
-    args = (rows.batch,) if keys is None else (rows.batch, keys)
-    given = {} if rows.replicated is None else {"replicated": rows.replicated}
-    given |= {} if rows.statistics is None else {"statistics": rows.statistics}
-    others = [*(options.divisors or {}).values(), options.statistics]
-    given = find_for_loss(options.loss_fn, given, others)
+    sums, *extras = _call(options, options.loss_fn, params, rows, state)
     if options.has_state:
-        named = ("state", *["aux"] * options.has_aux)
-
-        def call(loss_fn: LossFn, params: PyTree) -> tuple[Any, ...]:
-            return unpack(loss_fn(params, *args, state=state, **given), *named)
+        new_state, *aux = extras
 
         def call_again() -> PyTree:
-            return call(options.loss_of_shared or options.loss_fn, shared)[1]
+            again = options.loss_of_shared or options.loss_fn
+            return _call(options, again, shared, rows, state)[1]
 
-        sums, new_state, *aux = call(options.loss_fn, params)
         state = check_state(state, new_state, options.axis_name, call_again)
     else:
-        out = options.loss_fn(params, *args, **given)
-        sums, *aux = unpack(out, "aux") if options.has_aux else (out,)
+        aux = extras
     terms = name_terms(sums, options.coefficients)
     check_terms(sums, options.divisors or {})
     check_axes(terms, options.axis_name, params)
+    _check_halves(terms, options, params, rows, state)
     pulls = {name for name in terms if has_gradient(options.factors[name])}
     check_totals({name: terms[name] for name in terms if name in pulls})
     once = frozenset(n for n, each in (name_sums(sums) or {}).items() if each.counted_once)
@@ -168,6 +161,73 @@ def call_loss(
         varied = mesh.vary((pulled, metrics, weights), options.axis_name)
         pulled, metrics, weights = varied
     return pulled, Sums(metrics, weights, state, aux)
+
+
+def _call(
+    options: GradientOptions, loss_fn: LossFn, params: PyTree, rows: Rows, state: PyTree
+) -> tuple[Any, ...]:
+    """What a loss function returns: sums, and a state and auxiliary output where it has them."""
+    keys = rows.rng if rows.keys is None else rows.keys
+    args = (rows.batch,) if keys is None else (rows.batch, keys)
+    given = {} if rows.replicated is None else {"replicated": rows.replicated}
+    given |= {} if rows.statistics is None else {"statistics": rows.statistics}
+    others = [*(options.divisors or {}).values(), options.statistics]
+    given = find_for_loss(options.loss_fn, given, others)
+    given |= {"state": state} if options.has_state else {}
+    named = [*["state"] * options.has_state, *["aux"] * options.has_aux]
+    out = loss_fn(params, *args, **given)
+    return unpack(out, *named) if named else (out,)
+
+
+_ROWS = "rows"  # no axis, so that no reduction over one takes it off what is made of rows
+
+
+def _check_halves(
+    terms: dict[str, WeightedSum],
+    options: GradientOptions,
+    params: PyTree,
+    rows: Rows,
+    state: PyTree,
+) -> None:
+    """Raises `ValueError` for a term of which one half alone was summed over the ranks before.
+
+    What is made of no rows, such as the weight of a loss without weights, is the same on every rank
+    and means what it says: so the program is looked at, where types do not tell that all is well.
+    """
+    if options.axis_name is None:
+        return
+    names = frozenset(mesh.names_of(options.axis_name)) - frozenset(options.part_axes)
+    checked = mesh.is_checked(options.axis_name)
+    halves = [mesh.varying_axes(half) & names for each in terms.values() for half in _halves(each)]
+    if checked and halves[::2] == halves[1::2]:
+        return
+
+    def again(own: tuple[Any, Any]) -> list[Any]:
+        batch, keys = own
+        sums = _call(options, options.loss_fn, params, rows._replace(batch=batch, keys=keys), state)
+        found = name_sums(sums[0]) or {}
+        return [jnp.asarray(half) for name in terms for half in _halves(found[name])]
+
+    own = rows.batch, rows.keys
+    spread = [
+        mesh.varying_axes(leaf) & names if checked else names for leaf in jax.tree.leaves(own)
+    ]
+    found = trace(again, own).find_names([each | {_ROWS} for each in spread])
+    everywhere = frozenset[str]().union(*spread)
+    for name, total, weight in zip(terms, found[::2], found[1::2], strict=True):
+        for noun, half, other in (("weight", weight, total), ("total", total, weight)):
+            summed = everywhere & other - half
+            if _ROWS in half and summed:
+                raise ValueError(
+                    "value_and_grad: loss_fn must return both halves of a term of the rank's own "
+                    f"rows, got for {name!r} a {noun} that was summed over the ranks of "
+                    f"{tuple(sorted(summed))}, and the other half not. Ranks are summed here, "
+                    "once: leave out a psum of your own."
+                )
+
+
+def _halves(each: WeightedSum) -> tuple[Any, Any]:
+    return each.total, each.weight
 
 
 def _divide_by(options: GradientOptions, weights: StepWeights, rows: Rows) -> Denominators:
