@@ -1,6 +1,7 @@
 """What a bad argument gets: one clear error that names it, the rule, the value and a way out."""
 
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,8 +113,9 @@ def read_numbers(
     """An array of real numbers; those of a dtype that numpy does not know, as bfloat16, in float32.
 
     Raises:
-        TypeError: they are no such numbers, or no array can be made of them.
+        TypeError: they are no such numbers, or masked, or no array can be made of them.
     """
+    check_not_masked(argument, values)
     try:
         found = np.asarray(values)
     except (TypeError, ValueError) as error:  # rows of unequal length; torch's bfloat16
@@ -127,6 +129,22 @@ def read_numbers(
     if found.size and found.dtype.kind not in "iufb":
         raise TypeError(f"{argument} must be numbers, got {found.dtype}. {remedy}")
     return found
+
+
+def check_not_masked(argument: str, values: Any) -> None:
+    """Raises where values of a numpy array are masked: whoever reads them would not see it.
+
+    Raises:
+        TypeError: some are; a masked array of which none is, as readers give them, is its values.
+    """
+    # whoever has a masked array has imported it, and else it would take its time here
+    ma: Any = sys.modules.get("numpy.ma")
+    if ma is not None and isinstance(values, ma.MaskedArray) and ma.is_masked(values):
+        raise TypeError(
+            f"{argument} must not be masked, got {ma.count_masked(values)} of {values.size}"
+            " values so. Masks are lost on the way: fill them, as values.filled(0) does, and let"
+            " rows that are not to count weigh 0."
+        )
 
 
 def as_native(values: np.ndarray) -> np.ndarray:

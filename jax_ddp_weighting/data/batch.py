@@ -11,7 +11,12 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import as_native, check_at_least, check_weights
+from jax_ddp_weighting._arguments import (
+    as_native,
+    check_at_least,
+    check_not_masked,
+    check_weights,
+)
 from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.distributed.placement import (
     check_device_values,
@@ -78,8 +83,8 @@ class Batch:
                 f"{shapes}. Give every leaf the same number of rows."
             )
         rows = shapes[0][0]
-        weights = np.ones(rows, np.int32) if weights is None else _as_array(weights)
-        ids = np.arange(rows, dtype=np.int32) if ids is None else _as_array(ids)
+        weights = np.ones(rows, np.int32) if weights is None else _as_array("weights", weights)
+        ids = np.arange(rows, dtype=np.int32) if ids is None else _as_array("ids", ids)
         for name, array in (("weights", weights), ("ids", ids)):
             if array.shape != (rows,):
                 raise ValueError(
@@ -139,8 +144,9 @@ def check_is_leaf(leaf: Any, name: str, *, caller: str) -> None:
     numpy would make one element of it, or its keys, and so rows that nobody has.
 
     Raises:
-        TypeError: it is a mapping or a dataclass that is no pytree.
+        TypeError: it is a mapping or a dataclass that is no pytree, or a masked array.
     """
+    check_not_masked(f"{caller}: {name}", leaf)
     if isinstance(leaf, Mapping) or is_dataclass(leaf):
         remedy = "dict(rows)" if isinstance(leaf, Mapping) else "a dict of its fields"
         raise TypeError(
@@ -220,6 +226,7 @@ def check_batch_values(
         for path, leaf in jax.tree_util.tree_leaves_with_path(values):
             if not isinstance(leaf, jax.Array):  # what is on a device is as it is
                 where = f"{name}{jax.tree_util.keystr(path)}"
+                check_not_masked(f"{caller}: {where}", leaf)
                 check(np.asarray(leaf), where, caller=caller)
     if isinstance(batch.weights, np.ndarray):
         check_not_lost(batch.weights, caller=caller)
@@ -266,5 +273,6 @@ def place_batch(batch: Batch, sharding: PyTree, *, caller: str) -> Batch:
     return meshes.place(batch, sharding)
 
 
-def _as_array(values: Any) -> Any:
+def _as_array(name: str, values: Any) -> Any:
+    check_not_masked(f"Batch.of: {name}", values)
     return values if isinstance(values, jax.Array) else as_native(np.asarray(values))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import as_native, check_weights
+from jax_ddp_weighting._arguments import as_native, check_not_masked, check_weights
 from jax_ddp_weighting.evaluation.predictions import dtype_name, fill_tree, spell_tree
 from jax_ddp_weighting.sampling.names import as_fixed_width, read_ids
 
@@ -227,7 +227,9 @@ class _Step:
         self, ids: Any, weights: Any, predictions: PyTree, where: str, caller: str
     ) -> None:
         self.where, self._caller = where, caller
-        ids = _array(read_ids(f"{caller}: ids", ids) if isinstance(ids, list | tuple) else ids)
+        if isinstance(ids, list | tuple):
+            ids = read_ids(f"{caller}: ids", ids)
+        ids = _array(f"{caller}: ids{where}", ids)
         if ids.ndim != 1:
             raise ValueError(
                 f"{caller}: ids must be [rows], got shape {ids.shape}{where}. Flatten ids, weights "
@@ -235,7 +237,7 @@ class _Step:
             )
         ids = _check_ids(ids, where, caller)
         self.rows = len(ids)
-        weights = None if weights is None else _array(weights)
+        weights = None if weights is None else _array(f"{caller}: weights{where}", weights)
         paths, self.treedef = jax.tree_util.tree_flatten_with_path(
             predictions, is_leaf=_is_list_of_scalars
         )
@@ -245,7 +247,10 @@ class _Step:
                 "array [rows, ...], or a pytree of them."
             )
         self.names = [jax.tree_util.keystr(path) for path, _ in paths]
-        arrays = [_array(leaf) for _, leaf in paths]
+        arrays = [
+            _array(f"{caller}: predictions{name}{where}", leaf)
+            for name, (_, leaf) in zip(self.names, paths, strict=True)
+        ]
         everything = [ids, *arrays] + ([] if weights is None else [weights])
         spread = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in everything]
         if any(spread) and not all(spread):
@@ -313,7 +318,8 @@ class _Step:
                         yield start, stop, kept
 
 
-def _array(values: Any) -> Any:
+def _array(argument: str, values: Any) -> Any:
+    check_not_masked(argument, values)
     return values if isinstance(values, jax.Array) else as_native(np.asarray(values))
 
 

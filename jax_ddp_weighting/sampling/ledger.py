@@ -15,6 +15,7 @@ from jax_ddp_weighting._arguments import (
     check_epoch,
     check_length,
     check_limit,
+    check_not_masked,
     check_seed,
     list_some,
 )
@@ -93,8 +94,8 @@ class Ledger:
             ValueError: ids are out of range, or more different strings than there are examples; or
                 weights are of another shape, negative or not finite. Nothing was entered then.
         """
-        one_rank = None if weights is None else [_take_held(weights)]
-        held = _take_held(ids) if hasattr(ids, "shape") else read_ids("Ledger.add: ids", ids)
+        one_rank = None if weights is None else [_take_held("weights", weights)]
+        held = _take_held("ids", ids) if hasattr(ids, "shape") else read_ids("Ledger.add: ids", ids)
         ((flat, flat_weights),) = check_entries("Ledger.add", [held], one_rank)
         entered = flat if flat_weights is None else flat[flat_weights > 0]
         if not entered.size:  # padding alone, which says of no ids what they are
@@ -352,9 +353,10 @@ def _sum_up(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_CHECKSUM).digest()
 
 
-def _take_held(values: Any) -> np.ndarray:
+def _take_held(name: str, values: Any) -> np.ndarray:
     """What this process holds of an array: all of it, unless it is global and JAX's."""
     if getattr(values, "is_fully_addressable", True):
+        check_not_masked(f"Ledger.add: {name}", values)
         return np.asarray(values)
     shards = [each for each in values.addressable_shards if each.replica_id == 0]
     shards.sort(key=lambda each: [part.start or 0 for part in each.index])

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
+from jax_ddp_weighting._arguments import check_not_masked
+
 STRINGS = "UT"  # dtype kinds: of fixed width, of any
 
 
@@ -43,9 +45,10 @@ def read_ids(argument: str, values: Any) -> np.ndarray:
     """An array of ids, as numpy makes it, but not strings of numbers that lie beside strings.
 
     Raises:
-        TypeError: some are strings and some numbers, of which numpy would make strings.
+        TypeError: some are strings and some numbers, of which numpy would make strings; or masked.
         ValueError: numpy's, of rows of unequal length.
     """
+    check_not_masked(argument, values)
     found = np.asarray(values)
     spelled = found.dtype.kind in STRINGS and found.ndim and isinstance(values, list | tuple)
     if spelled and any(isinstance(each, int | float | np.number) for each in values):
