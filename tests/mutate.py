@@ -564,7 +564,7 @@ MUTATIONS = [
         ),
         (
             "a state that is placed without a copy",
-            "own = jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)",
+            "own = jnp.copy(leaf) if isinstance(leaf, jax.Array) else as_native(np.array(leaf))",
             "own = leaf",
             "distributed/test_mesh.py::test_donating_what_was_placed_leaves_the_callers_arrays_alone",
         ),
