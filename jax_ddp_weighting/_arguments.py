@@ -107,6 +107,12 @@ def check_weights(
     )
 
 
+def check_callable(argument: str, value: object, remedy: str) -> None:
+    """Raises `TypeError` for what is no function."""
+    if not callable(value):
+        raise TypeError(f"{argument} must be a function, got {type(value).__name__}. {remedy}")
+
+
 def read_numbers(
     argument: str, values: Any, remedy: str = "Give one for each example."
 ) -> np.ndarray:

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jax_ddp_weighting._arguments import check_rtol
-from jax_ddp_weighting.data.batch import Batch, check_batch
+from jax_ddp_weighting.data.batch import Batch
+from jax_ddp_weighting.testing.check_arguments import check_case, check_splits
 from jax_ddp_weighting.testing.comparison import (
     LeafDifference,
     ParityError,
@@ -77,9 +78,10 @@ def check_additive(
     Raises:
         ParityError: something does not add up; names the terms and the usual causes, or the weight
             that belongs into a divisor.
-        ValueError: a split does not deal all rows out, or leaves a part empty; `rtol` is not in
-            `[0, 1)`.
-        TypeError: `batch` is no `Batch`, or `loss_fn` returns no `WeightedSum`.
+        ValueError: no row has weight; a split does not deal all rows out, or leaves a part empty;
+            `rtol` is not in `[0, 1)`.
+        TypeError: `batch` is no `Batch`; a split is none of integers; a parameter is no float; or
+            `loss_fn` returns no `WeightedSum`.
 
     Example:
         >>> def loss_fn(w, batch):
@@ -93,7 +95,9 @@ def check_additive(
         Traceback (most recent call last):
         jax_ddp_weighting.testing.comparison.ParityError: check_additive: ... sums do not add up ...
     """
-    check_batch("check_additive: batch must be a Batch", batch)
+    check_case(loss_fn, params, batch, caller="check_additive")
+    if splits is not None:
+        check_splits(splits, caller="check_additive")
     rows = int(np.shape(batch.weights)[0])
     deals = _check_splits(splits, rows)
     if rtol is not None:

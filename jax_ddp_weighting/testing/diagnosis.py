@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ddp_weighting._arguments import check_rtol
+from jax_ddp_weighting._arguments import check_rtol, read_numbers
 from jax_ddp_weighting.testing.conventions import (
     EMPTY_STEP,
     RIGHT,
@@ -200,6 +200,7 @@ def diagnose_weights(counted: Any, weights: Any, *, rtol: float = 1e-3) -> Diagn
 
     Raises:
         ValueError: the shapes differ, no weight is above 0, or `rtol` is not in `[0, 1)`.
+        TypeError: they are no arrays of numbers.
 
     Example:
         >>> weights = np.array([[[1, 1, 1]], [[1, 0, 0]]])
@@ -208,7 +209,9 @@ def diagnose_weights(counted: Any, weights: Any, *, rtol: float = 1e-3) -> Diagn
         'mean_of_means'
     """
     check_rtol("diagnose_weights: rtol", rtol)
-    counted, weights = np.asarray(counted, float), np.asarray(weights, float)
+    remedy = "Both are laid out as [ranks, microbatches, tokens]."
+    counted = read_numbers("diagnose_weights: counted", counted, remedy).astype(float)
+    weights = read_numbers("diagnose_weights: weights", weights, remedy).astype(float)
     if weights.ndim != 3 or counted.shape != weights.shape:
         raise ValueError(
             "diagnose_weights: counted and weights must have one shape [ranks, microbatches, "

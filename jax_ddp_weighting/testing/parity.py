@@ -5,7 +5,7 @@ gradients do not, and an optimizer such as Adam hides a gradient that is wrong b
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_microbatches, check_rtol
-from jax_ddp_weighting.data.batch import Batch, check_batch
+from jax_ddp_weighting._arguments import check_callable, check_microbatches, check_rtol
+from jax_ddp_weighting.data.batch import Batch
 from jax_ddp_weighting.distributed import mesh as meshes
+from jax_ddp_weighting.testing.check_arguments import check_case, check_splits
 from jax_ddp_weighting.testing.comparison import (
     LeafDifference,
     ParityError,
@@ -128,12 +129,13 @@ def check_gradients(
     Raises:
         ParityError: a leaf differs. An `AssertionError`, whose text names the worst leaves and says
             what a constant ratio means; `report` holds all of them.
-        ValueError: a split does not deal all rows out, or needs more devices than there are; an
-            engine is unknown, or cannot map further axes; `rtol` is not in `[0, 1)`; the reference
-            is not finite; a gradient has another structure; specs do not fit the parameters, or
-            split them unevenly.
-        TypeError: `batch` is no `Batch`; `reference` returns neither a scalar nor sums; `gradient`
-            does not take what `value_and_grad` takes, or its function does not return
+        ValueError: no row has weight; a split does not deal all rows out, or needs more devices
+            than there are; an engine is unknown, or cannot map further axes; `rtol` is not in
+            `[0, 1)`; the reference is not finite; a gradient has another structure; specs do not
+            fit the parameters, or split them unevenly.
+        TypeError: `batch` is no `Batch`; a split is none of integers; a function is none; a
+            parameter is no float; `reference` returns neither a scalar nor sums; `gradient` does
+            not take what `value_and_grad` takes, or its function does not return
             `(loss, gradients)`.
 
     Example:
@@ -146,10 +148,14 @@ def check_gradients(
         >>> report.worst.difference < 1e-6
         True
     """
-    check_batch("check_gradients: batch must be a Batch", batch)
+    check_case(loss_fn, params, batch, caller="check_gradients")
+    check_splits(splits, caller="check_gradients")
+    functions = {"gradient": gradient} | ({} if reference is None else {"reference": reference})
+    for name, given in functions.items():
+        check_callable(f"check_gradients: {name}", given, "Leave it out for what is ours.")
     deals = _check_splits(splits, int(np.shape(batch.weights)[0]))
+    check_axes(axes or {}, param_specs, params)
     axes = dict(axes or {})
-    check_axes(axes, param_specs, params)
     sharded = bool(axes) or param_specs is not None
     if engines is None:
         left_out = ["jit"] * (reference is not None) + ["pmap"] * bool(axes)
@@ -356,10 +362,11 @@ def _check_splits(splits: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
 
 
 def _check_engines(engines: Sequence[str], axes: Mapping[str, int]) -> None:
-    wanted = [engines] if isinstance(engines, str) else list(engines)
+    is_list = isinstance(engines, Iterable) and not isinstance(engines, str)
+    wanted = list(engines) if is_list else [engines]
     known = (*meshes.ENGINES, FAKE_PMAP)
     unknown = [each for each in wanted if each not in known]
-    if isinstance(engines, str) or unknown or not wanted:
+    if not is_list or unknown or not wanted:
         raise ValueError(
             f"check_gradients: engines must be a list of some of {', '.join(known)}, got "
             f"{engines!r}. Leave it out for all of ENGINES."

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PyTree
 
-from jax_ddp_weighting._arguments import check_rtol, list_some
+from jax_ddp_weighting._arguments import check_callable, check_rtol, list_some
 
 
 def effective_weights(
@@ -122,6 +122,9 @@ def per_example_gradients(
         [1.0, 3.0]
     """
     from flax import nnx  # here: the rest of this module needs no flax
+
+    remedy = "It takes (params, example) and returns a scalar."
+    check_callable("per_example_gradients: loss_of_example", loss_of_example, remedy)
 
     def loss_of(params: Any, example: Any) -> Any:
         loss = loss_of_example(params, example)

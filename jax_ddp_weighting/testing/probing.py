@@ -15,7 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jax_ddp_weighting._arguments import check_microbatches, check_num_replicas, check_rtol
+from jax_ddp_weighting._arguments import (
+    check_callable,
+    check_microbatches,
+    check_num_replicas,
+    check_rtol,
+)
 from jax_ddp_weighting.testing.conventions import (
     EMPTY_STEP,
     RIGHT,
@@ -102,6 +107,8 @@ def diagnose(
         Fix: Divide by the weight summed over all ranks (psum), not by the rank's own, ...
         Note: the gradient is not finite where a whole rank or microbatch is empty.
     """
+    remedy = "It takes (token_loss, params, tokens, weights) and returns the gradient of params."
+    check_callable("diagnose: gradient_of", gradient_of, remedy)
     num_replicas = check_num_replicas("diagnose: num_replicas", num_replicas)
     microbatches = check_microbatches("diagnose: microbatches", microbatches)
     check_rtol("diagnose: rtol", rtol)

@@ -170,6 +170,11 @@ class ShardedRanks:
 
 def check_axes(axes: Mapping[str, int], specs: ParamSpecs | None, params: PyTree) -> None:
     """Raises `TypeError` or `ValueError` for axes, or specs of parameters, that no mesh has."""
+    if not isinstance(axes, Mapping):
+        raise ValueError(
+            "check_gradients: axes must give the sizes of axes beside 'data', by name, got "
+            f"{axes!r}. For instance axes={{'model': 2}}."
+        )
     for name, size in axes.items():
         whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
         if not (isinstance(name, str) and name != "data" and whole and size >= 1):

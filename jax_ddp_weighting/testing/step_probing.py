@@ -6,14 +6,14 @@ on a real batch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from jax_ddp_weighting._arguments import check_at_least, check_rtol, list_some
+from jax_ddp_weighting._arguments import check_at_least, check_callable, check_rtol, list_some
 from jax_ddp_weighting.data.batch import Batch, check_batch
 from jax_ddp_weighting.testing.conventions import deviation
 from jax_ddp_weighting.testing.diagnosis import Diagnosis, diagnose_weights, unknown
@@ -27,6 +27,7 @@ from jax_ddp_weighting.testing.row_gradients import (
 )
 from jax_ddp_weighting.testing.row_table import RowTable
 from jax_ddp_weighting.testing.trials import prepare_trial
+from jax_ddp_weighting.weighting.loss_terms import describe, is_number
 
 
 def diagnose_step(
@@ -95,7 +96,8 @@ def diagnose_step(
         ValueError: rows cannot be dealt as told, their counts cannot be solved for, the update
             cannot be undone, the calls make no update or several, the step returns something else,
             or `rtol` is not in `[0, 1)`.
-        TypeError: `batch` is no `Batch`, or a row's loss neither a scalar nor one `WeightedSum`.
+        TypeError: `batch` is no `Batch`, a function, number or optimizer is none, or a row's loss
+            neither a scalar nor one `WeightedSum`.
 
     Example:
         >>> x = np.array([[1.0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 2], [1, 1, 1, 0]])
@@ -132,15 +134,11 @@ def diagnose_step(
     """
     check_batch("diagnose_step: batch must be a Batch", batch)
     check_rtol("diagnose_step: rtol", rtol)
-    if learning_rate is not None and not (np.isfinite(learning_rate) and learning_rate):
-        raise ValueError(
-            f"diagnose_step: learning_rate must be finite and not 0, got {learning_rate}. It is "
-            "the step's own; leave it out where the step returns its gradient."
-        )
+    _check_rate(learning_rate)
     check_at_least(
         "diagnose_step: calls", calls, 1, "1 is a step of one call.", kind="an integer, "
     )
-    if isinstance(microbatches, int) and microbatches == 1:
+    if _is_count(microbatches) and microbatches == 1:
         microbatches = calls
     weights = np.asarray(batch.weights, float)
     if weights.ndim != 1:
@@ -153,6 +151,11 @@ def diagnose_step(
             f"diagnose_step: batch must have rows of weight above 0, got none of {len(weights)}. A"
             " step without weight shows nothing."
         )
+    remedy = "It takes what it carries and a batch: step(params, batch), step(state, batch)."
+    check_callable("diagnose_step: step", step, remedy)
+    remedy = "It takes (params, example) and returns the loss of one row."
+    check_callable("diagnose_step: loss_of_example", loss_of_example, remedy)
+    _check_optimizer_and_keys(optimizer, keys, len(weights))
     rank, num_ranks = _assign_rows("ranks", ranks, np.zeros(len(weights), int))
     micro, num_micro = _assign_rows("microbatches", microbatches, rank)
     batches = _split_calls(batch, micro, num_micro, calls)
@@ -260,25 +263,68 @@ def _flatten(tree: PyTree) -> np.ndarray:
     return np.concatenate([np.ravel(np.asarray(leaf, float)) for leaf in jax.tree.leaves(tree)])
 
 
+def _check_rate(learning_rate: Any) -> None:
+    if learning_rate is None:
+        return
+    is_bool = isinstance(learning_rate, bool)
+    if is_bool or not is_number(learning_rate, real=True) or np.shape(learning_rate) != ():
+        raise TypeError(
+            f"diagnose_step: learning_rate must be a number, got {describe(learning_rate)}. Of a "
+            "schedule give the rate of this step."
+        )
+    if not (np.isfinite(learning_rate) and learning_rate):
+        raise ValueError(
+            f"diagnose_step: learning_rate must be finite and not 0, got {learning_rate}. It is "
+            "the step's own; leave it out where the step returns its gradient."
+        )
+
+
+def _check_optimizer_and_keys(optimizer: Any, keys: Any, rows: int) -> None:
+    is_one = hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    if optimizer is not None and not is_one:
+        raise TypeError(
+            "diagnose_step: optimizer must be an optax transformation, got "
+            f"{type(optimizer).__name__}. Give, for instance, optax.adamw(1e-3)."
+        )
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(keys)]
+    if any(shape[:1] != (rows,) for shape in shapes):
+        raise ValueError(
+            f"diagnose_step: keys must be one for each of {rows} rows, got shapes {shapes}. Those "
+            f"that the step draws with, such as jax.random.split(rng, {rows})."
+        )
+
+
+def _is_count(given: Any) -> TypeGuard[int]:
+    return isinstance(given, int | np.integer) and not isinstance(given, bool)
+
+
 def _assign_rows(
     name: str, given: int | Sequence[int], within: np.ndarray
 ) -> tuple[np.ndarray, int]:
     """Each row's number, and how many numbers there are: as given, or equal runs of a group."""
-    if not isinstance(given, int | np.integer):
-        numbers = np.asarray(given)
-        if numbers.shape != within.shape or numbers.dtype.kind not in "iu" or numbers.min() < 0:
+    if _is_count(given):
+        sizes = np.bincount(within)
+        if given < 1 or (sizes % given).any():
             raise ValueError(
-                f"diagnose_step: {name} must be one integer of at least 0 per row, got "
-                f"{numbers.tolist()} for {len(within)} rows. Count from zero."
+                f"diagnose_step: {name} must divide the rows {sizes.tolist()} into equal runs, got "
+                f"{given}. Give one number per row instead."
             )
-        return numbers, int(numbers.max()) + 1
-    sizes = np.bincount(within)
-    if given < 1 or (sizes % given).any():
-        raise ValueError(
-            f"diagnose_step: {name} must divide the rows {sizes.tolist()} into equal runs, got "
-            f"{given}. Give one number per row instead."
+        numbers = np.empty_like(within)
+        for group, size in enumerate(sizes):
+            numbers[within == group] = np.arange(size) * given // max(size, 1)
+        return numbers, given
+    try:
+        numbers = np.asarray(given)
+    except ValueError:  # rows of unequal length
+        numbers = np.array(given, object)
+    if numbers.ndim == 0:
+        raise TypeError(
+            f"diagnose_step: {name} must be an integer of at least 1, or one for each row, got "
+            f"{given!r} ({type(given).__name__}). Give how many hold equal runs of rows."
         )
-    numbers = np.empty_like(within)
-    for group, size in enumerate(sizes):
-        numbers[within == group] = np.arange(size) * given // max(size, 1)
-    return numbers, given
+    if numbers.shape != within.shape or numbers.dtype.kind not in "iu" or numbers.min() < 0:
+        raise ValueError(
+            f"diagnose_step: {name} must be one integer of at least 0 per row, got "
+            f"{numbers.tolist()} for {len(within)} rows. Count from zero."
+        )
+    return numbers, int(numbers.max()) + 1

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ddp_weighting._arguments import check_num_replicas, check_rtol
+from jax_ddp_weighting._arguments import check_callable, check_num_replicas, check_rtol
 from jax_ddp_weighting.testing.diagnosis import Diagnosis, unknown
 from jax_ddp_weighting.testing.probing import diagnose
 from jax_ddp_weighting.testing.torch_arrays import as_array, import_torch
@@ -64,6 +64,8 @@ def diagnose_torch(
         ModuleNotFoundError: torch is not installed.
     """
     torch = import_torch("diagnose_torch")
+    remedy = "It takes (token_loss, params, tokens, weights) and returns the gradient of params."
+    check_callable("diagnose_torch: gradient_of", gradient_of, remedy)
     check_rtol("diagnose_torch: rtol", rtol)
     together = num_replicas is None
     if num_replicas is None:
