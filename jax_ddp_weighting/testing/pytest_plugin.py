@@ -61,6 +61,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             f"{metafunc.definition.nodeid}: a test marked with ranks must take ranks_mesh, got "
             f"{', '.join(metafunc.fixturenames) or 'no fixture'}. Add it to the arguments."
         )
+    whole = [n for n in mark.args if isinstance(n, int) and not isinstance(n, bool) and n >= 1]
+    if mark.kwargs or not mark.args or len(whole) < len(mark.args):
+        # pytest would skip a test without numbers, and a mesh knows nothing of the mark
+        given = [*map(repr, mark.args), *(f"{name}={n!r}" for name, n in mark.kwargs.items())]
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid}: the mark ranks must be given integers of at least 1, "
+            f"got {', '.join(given) or 'none'}. For instance: @pytest.mark.ranks(1, 2, 4)"
+        )
     metafunc.parametrize("ranks_mesh", mark.args, indirect=True, ids=lambda n: f"{n} ranks")
 
 
@@ -81,8 +89,8 @@ def uneven_weights() -> Callable[[int], Float32[np.ndarray, " rows"]]:
     """`uneven_weights(rows)`: weights on which wrong denominators differ from the right one.
 
     The rule: the first half weighs 1, but for one row that weighs .25; the second half is padding,
-    but for the last row. So no two of two or four ranks hold the same weight, and with four ranks
-    or more one at least holds none.
+    but for the last row, which weighs .5. So no two of two or four ranks hold the same weight, and
+    with four ranks or more one at least holds none.
     """
 
     def make(rows: int) -> Float32[np.ndarray, " rows"]:
@@ -92,7 +100,7 @@ def uneven_weights() -> Callable[[int], Float32[np.ndarray, " rows"]]:
         weights = np.ones(rows, np.float32)
         weights[1] = 0.25
         weights[rows // 2 :] = 0
-        weights[-1] = 1
+        weights[-1] = 0.5
         return weights
 
     return make

@@ -39,7 +39,7 @@ def test_the_fixtures_give_meshes_regimes_and_weights(suite):
 
         def test_weights(uneven_weights):
             by_rank = uneven_weights(8).reshape(4, 2).sum(axis=1)
-            assert sorted(by_rank) == [0, 1, 1.25, 2]
+            assert sorted(by_rank) == [0, 0.5, 1.25, 2]
             with pytest.raises(ValueError, match="rows must be at least 4, got 3"):
                 uneven_weights(3)
         """
@@ -73,6 +73,34 @@ def test_a_mark_without_the_mesh_is_said(suite):
     suite.makepyfile("import pytest\n@pytest.mark.ranks(1)\ndef test_it(tmp_path): pass")
     ran = suite.runpytest_inprocess("-p", "no:cacheprovider")
     ran.stdout.fnmatch_lines(["*a test marked with ranks must take ranks_mesh, got *tmp_path*"])
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [("", "none"), ("[1, 2]", "[[]1, 2[]]"), ("1, True", "1, True"), ("0", "0"), ("n=2", "n=2")],
+)
+def test_a_mark_without_numbers_is_said(suite, given, got):
+    suite.makepyfile(f"import pytest\n@pytest.mark.ranks({given})\ndef test_it(ranks_mesh): pass")
+    ran = suite.runpytest_inprocess("-p", "no:cacheprovider")
+    assert ran.ret != 0
+    said = f"*::test_it: the mark ranks must be given integers of at least 1, got {got}. For inst*"
+    ran.stdout.fnmatch_lines([said])
+
+
+def test_no_two_ranks_hold_the_same_weight(suite):
+    suite.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("rows", [4, 8, 12, 20, 32])
+        @pytest.mark.parametrize("ranks", [2, 4])
+        def test_it(uneven_weights, rows, ranks):
+            by_rank = uneven_weights(rows).reshape(ranks, -1).sum(axis=1)
+            assert len(set(by_rank.tolist())) == ranks
+            assert ranks == 2 or 0 in by_rank
+        """
+    )
+    suite.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=10)
 
 
 def test_a_settings_file_says_how_many(pytester):
