@@ -28,9 +28,8 @@ from jax_ddp_weighting.testing.comparison import (
     as_host,
     as_splits,
     compare,
-    describe,
 )
-from jax_ddp_weighting.testing.conventions import round_up
+from jax_ddp_weighting.testing.ratios import write_message
 from jax_ddp_weighting.testing.reference import explain_axis, take_reference
 from jax_ddp_weighting.testing.rounding import (
     find_largest,
@@ -197,7 +196,7 @@ def check_gradients(
                 found += ParityReport(tuple(compared)).by_leaf()  # of several ranks the worst
     report = ParityReport(tuple(found))
     if report.wrong:
-        raise ParityError(_write_message(report, microbatches), report)
+        raise ParityError(write_message(report, microbatches), report)
     return report
 
 
@@ -395,65 +394,3 @@ def _deal_rows(batch: Batch, split: tuple[int, ...], microbatches: int) -> Batch
         lambda leaf: np.where(real, leaf, np.zeros_like(leaf)), (dealt.weights, dealt.missing)
     )
     return replace(dealt, weights=kept[0], missing=kept[1])
-
-
-def _write_message(report: ParityReport, microbatches: int) -> str:
-    wrong, worst = report.wrong, report.worst
-    ranks = len(worst.split)
-    ratio = "no constant ratio" if worst.ratio is None else f"ratio {worst.ratio:.3f}"
-    where = f"{ranks} ranks" + (f" of {microbatches} microbatches" if microbatches > 1 else "")
-    return (
-        f"{len(wrong)} of {len(report.differences)} gradient leaves differ at rtol="
-        f"{worst.rtol:g}; worst {worst.leaf} {worst.shape}: {ratio} on {where}. "
-        f"{_explain(worst, wrong, microbatches)}\n{describe(wrong)}"
-    )
-
-
-def _explain(worst: LeafDifference, wrong: Sequence[LeafDifference], microbatches: int) -> str:
-    if worst.rounded_by:
-        allowed = "1e-5" if worst.rounded_by == "float32" else f"{round_up(worst.difference):g}"
-        return (
-            f"A difference this small is {worst.rounded_by}'s rounding: something in loss_fn "
-            f"computes in {worst.rounded_by}. Allow rtol={allowed}, or let it keep the dtype of "
-            "its input."
-        )
-    if worst.ratio is None:
-        return (
-            "Rows count by other weights than their own: look for a mean taken on one rank or "
-            "microbatch before the sums met, or ask diagnose for its name."
-        )
-    for by_ranks, by_microbatches, meaning in (
-        (1, 0, "equal to the number of ranks means the gradient was summed twice"),
-        (-1, 0, "of one over the number of ranks means it was averaged after being divided"),
-        (
-            *(0, 1),
-            "equal to the number of microbatches means that they were added where the loss had "
-            "been scaled for a mean",
-        ),
-        (
-            *(0, -1),
-            "of one over the number of microbatches means that they were averaged after being "
-            "divided",
-        ),
-        (1, 1, "equal to ranks times microbatches means that nothing was averaged"),
-        (-1, -1, "of one over ranks times microbatches means two averages"),
-    ):
-
-        def fits(
-            each: LeafDifference, powers: tuple[int, int] = (by_ranks, by_microbatches)
-        ) -> bool:
-            factor = float(len(each.split)) ** powers[0] * float(microbatches) ** powers[1]
-            near = max(1e-3, each.rtol)
-            if factor == 1 or each.ratio is None:
-                return False
-            return bool(np.isclose(each.ratio, factor, near))
-
-        # of a cause all splits show its own factor: one that fits the worst alone is by chance
-        if fits(worst) and all(map(fits, wrong)):
-            return f"A ratio {meaning}."
-    if len({round(each.ratio, 2) for each in wrong if each.ratio is not None}) > 1:
-        return (
-            "A ratio that changes with the split means that a mean was taken before the sums met, "
-            "as of each rank's rows inside loss_fn; check_additive tells."
-        )
-    return "A constant ratio means that the denominator is wrong and the rows' weights are right."

@@ -274,6 +274,78 @@ def test_each_constant_ratio_has_its_meaning(meaning):
         )
 
 
+def on_each_leaf(**factors):
+    """Our gradient, leaves and loss each times a factor of its own."""
+
+    def make(loss_fn, **options):
+        ours = value_and_grad(loss_fn, **options)
+
+        def fn(params, batch):
+            loss, grads = ours(params, batch)
+            scaled = {name: grad * factors.get(name, 1.0) for name, grad in grads.items()}
+            return loss.value * factors.get("loss", 1.0), scaled
+
+        return fn
+
+    return make
+
+
+def mean_of_local_means(loss_fn, *, axis_name, **_):
+    def fn(params, batch):
+        return lax.pmean(jax.value_and_grad(lambda p: loss_fn(p, batch).mean())(params), axis_name)
+
+    return fn
+
+
+VECTORS = {"a": np.float32(X[0]), "b": np.float32(X[1])}
+SCALARS = {"a": np.float32(0.5), "b": np.float32(0.25)}
+
+
+def of_two_leaves(params, batch):
+    a, b = (jnp.broadcast_to(params[name], batch.data.shape) for name in ("a", "b"))
+    out = jnp.tanh(jnp.sum(batch.data * a, -1, keepdims=True)) + batch.data * b
+    return weighted_sum(jnp.sum(out**2, -1), batch.weights)
+
+
+CONSTANT = "A constant ratio means that the denominator is wrong and the rows' weights are right"
+MEANINGS = {
+    # what is in it; parameters, gradient on trial, what is said
+    "weights of rows, though the loss is worst": (
+        VECTORS, mean_of_local_means, "Rows count by other weights"),
+    "weights of rows, in single numbers": (
+        SCALARS, mean_of_local_means, "Rows count by other weights"),
+    "weights of rows, in one number": (
+        {"a": SCALARS["a"], "b": VECTORS["b"]}, mean_of_local_means, "Rows count by other weights"),
+    "a denominator": (VECTORS, on_each_leaf(a=1.4, b=1.4, loss=1.4), CONSTANT),
+    "a denominator of the gradient": (VECTORS, on_each_leaf(a=1.4, b=1.4), CONSTANT),
+    "a denominator, and another of the loss": (
+        VECTORS, on_each_leaf(a=1.4, b=1.4, loss=3), CONSTANT),
+    "a denominator of single numbers": (SCALARS, on_each_leaf(a=1.4, b=1.4), CONSTANT),
+    "the loss alone": (VECTORS, on_each_leaf(loss=1.4), "A single number always has a ratio: loss"),
+    "a single number": (
+        SCALARS, on_each_leaf(a=1.4), r"A single number always has a ratio: params\['a"),
+    "one leaf": (VECTORS, on_each_leaf(a=1.4), "A constant ratio of some leaves, where others are"),
+    "one leaf thrown away": (VECTORS, on_each_leaf(a=0), "A constant ratio of some leaves"),
+    "each leaf": (VECTORS, on_each_leaf(a=1.4, b=3), "A constant ratio for each leaf, but not one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEANINGS)
+def test_what_a_ratio_means_is_judged_by_leaves_that_can_tell(case):
+    params, gradient, said = MEANINGS[case]
+    batch = Batch.of(X[:4].astype(np.float32))
+    arguments = (of_two_leaves, params, batch, [(3, 1)])
+    with pytest.raises(ParityError, match=said):
+        check_gradients(*arguments, engines=["vmap"], gradient=gradient)
+
+
+def test_a_mean_of_local_means_of_a_single_number_is_not_said_to_weigh_rows_rightly():
+    arguments = (square_loss, np.float32(0.5), Batch.of(np.float32([1, 2, 4, 8])), [(3, 1)])
+    with pytest.raises(ParityError, match="A single number always has a ratio: ") as caught:
+        check_gradients(*arguments, engines=["vmap"], gradient=mean_of_local_means)
+    assert "weights are right" not in str(caught.value)
+
+
 def test_a_ratio_that_is_not_constant_names_the_leaf_and_says_so():
     def one_leaf(loss_fn, **options):
         ours = value_and_grad(loss_fn, **options)
