@@ -370,6 +370,23 @@ def matches(seen: Sequence[Seen], *, rtol: float) -> list[Match]:
     return [each for each, off in measure_candidates(seen) if off <= rtol]
 
 
+def find_reasons(found: Sequence[Match], ranks: int, microbatches: int) -> list[Match]:
+    """Of candidates that agree, those that give the first one's factor other reasons, it first.
+
+    A scheme as it is needs no reason, though others give 1 as well; and a number that is 1 is none.
+    """
+    first = found[0]
+    if first.powers == (0, 0):
+        return [first]
+    kept: dict[tuple[int, int], Match] = {}
+    for each in found:
+        if each.scheme is first.scheme:
+            by_ranks, by_microbatches = each.powers
+            shown = (by_ranks * (ranks > 1), by_microbatches * (microbatches > 1))
+            kept.setdefault(shown, each)
+    return list(kept.values())
+
+
 def measure_candidates(seen: Sequence[Seen]) -> list[tuple[Match, float]]:
     """Each candidate and its largest deviation from anything seen, the plainest first."""
     ranks, microbatches, _ = seen[0][0].shape

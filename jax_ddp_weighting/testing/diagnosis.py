@@ -13,6 +13,7 @@ from jax_ddp_weighting.testing.conventions import (
     Match,
     Seen,
     deviation,
+    find_reasons,
     find_synonyms,
     matches,
     measure_candidates,
@@ -143,15 +144,21 @@ def diagnose_counts(seen: Mapping[str, Seen], *, rtol: float) -> Diagnosis:
             notes=notes,
             **table,
         )
+    reasons = _find_reasons(finite, found)
     return Diagnosis(
         first.convention,
         first.factor,
-        advise(first, others),
-        put_in_words(first),
+        advise(first, others, reasons=reasons),
+        put_in_words(first, reasons),
         others,
         notes,
         **table,
     )
+
+
+def _find_reasons(finite: Mapping[str, Seen], found: Sequence[Match]) -> list[Match]:
+    ranks, microbatches, _ = next(iter(finite.values()))[0].shape
+    return find_reasons(found, ranks, microbatches)
 
 
 def _find_other_names(finite: Mapping[str, Seen], found: Sequence[Match]) -> tuple[str, ...]:
@@ -300,11 +307,10 @@ def _describe_cast(
     for words, transform in _CASTS:
         found = matches([(transform(w), counted) for w, counted in finite.values()], rtol=rtol)
         if found and found[0].convention not in ("global_mean", "unknown"):
-            first = found[0]
-            words = f"{put_in_words(first)}, of weights {words}"
-            return Diagnosis(
-                first.convention, first.factor, advise(first), words, (), notes, **table
-            )
+            first, reasons = found[0], _find_reasons(finite, found)
+            words = f"{put_in_words(first, reasons)}, of weights {words}"
+            advice = advise(first, reasons=reasons)
+            return Diagnosis(first.convention, first.factor, advice, words, (), notes, **table)
     return None
 
 
@@ -366,11 +372,12 @@ def _find_nearest(finite: Mapping[str, Seen]) -> tuple[float, Match]:
     return min(scored, key=lambda pair: pair[0])
 
 
-def put_in_words(match: Match) -> str:
-    """What a step of this convention takes."""
+def put_in_words(match: Match, reasons: Sequence[Match] = ()) -> str:
+    """What a step of this convention takes, by all reasons that its factor may have."""
     if match.powers == (0, 0):
         return match.scheme.words
-    return f"{match.reason} times {match.scheme.words}"
+    words = ", or ".join(each.reason for each in reasons or [match])
+    return f"{words}{',' if len(reasons) > 1 else ''} times {match.scheme.words}"
 
 
 def _format_table(weights: np.ndarray, counted: np.ndarray) -> list[str]:

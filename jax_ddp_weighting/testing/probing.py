@@ -23,7 +23,6 @@ from jax_ddp_weighting._arguments import (
 )
 from jax_ddp_weighting.testing.conventions import (
     EMPTY_STEP,
-    RIGHT,
     WEIGHTS,
     Match,
     Seen,
@@ -216,7 +215,8 @@ def _tell_factors_apart(
     """
     finite = [pair for pair in seen.values() if np.isfinite(pair[1]).all()]
     ranks, microbatches, _ = finite[0][0].shape
-    reasons = [each for each in matches(finite, rtol=rtol) if each.scheme is RIGHT]
+    fitting = matches(finite, rtol=rtol)
+    reasons = [each for each in fitting if each.scheme is fitting[0].scheme]
     named = bool(reasons) and found.convention == reasons[0].convention
     if not named or len(reasons) == 1 or min(ranks, microbatches) == 1:
         return found

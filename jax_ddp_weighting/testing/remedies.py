@@ -55,12 +55,13 @@ _FACTORS = {
 }
 
 
-def advise(match: Match, others: Sequence[str] = ()) -> str:
+def advise(match: Match, others: Sequence[str] = (), *, reasons: Sequence[Match] = ()) -> str:
     """What mends this convention, and each of the others that it cannot be told apart from.
 
     Args:
         match: what was found.
         others: the other names that say the same of all that was seen.
+        reasons: where its factor may have several, the match by each of them.
     """
     left = {match.convention, *others}
     for names, words in _EITHER.items():
@@ -69,8 +70,12 @@ def advise(match: Match, others: Sequence[str] = ()) -> str:
     words = BY_NAME[match.convention]
     if match.scheme is RIGHT or match.convention == "unknown" or match.factor == 1:
         return words
-    found = [_FACTORS[part] for part in _split(match.powers)]
-    return " ".join([words, *found])
+    first, *more = [
+        " ".join(_FACTORS[part] for part in _split(each.powers)) for each in reasons or [match]
+    ]
+    either = [f"Or {each.removeprefix('And ')}" for each in more]
+    tell = ["Other numbers of ranks and microbatches tell which it is."] if more else []
+    return " ".join([words, first, *either, *tell])
 
 
 def _split(powers: tuple[int, int]) -> list[tuple[int, int]]:

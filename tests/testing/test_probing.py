@@ -23,7 +23,13 @@ from reductions import (
     right,
 )
 
-from jax_ddp_weighting import diagnose, rank_share, value_and_grad, weighted_sum
+from jax_ddp_weighting import (
+    diagnose,
+    diagnose_weights,
+    rank_share,
+    value_and_grad,
+    weighted_sum,
+)
 from jax_ddp_weighting.testing.conventions import CONVENTIONS
 
 
@@ -101,6 +107,72 @@ def test_where_names_coincide_the_plainest_is_given_and_the_others_listed(ranks,
     for key in ("right", "clamp1 before reduce", "sum_then_rank_mean(no count)"):
         found = diagnose(on_trial(KNOWN[key][2]), num_replicas=ranks, microbatches=microbatches)
         assert found.convention == KNOWN[key][0]
+
+
+SCHEMES = {
+    "mean_of_means": KNOWN["mean_of_all_local_means"][2],
+    "rank_token_mean": rank_token_mean,
+    "step_token_mean": KNOWN["global_mean_per_microstep_then_mean"][2],
+    "sum": lambda t, w: everything(t, w)[0],
+}
+FACTORS = {  # of totals [ranks][microbatches] -> the factor, its words, its remedy
+    "ranks": (lambda t: len(t), "the number of ranks times", "And sum over the ranks once"),
+    "microbatches": (
+        lambda t: len(t[0]),
+        "the number of microbatches times",
+        "And leave out the factor of the number of microbatches.",
+    ),
+    "one over ranks": (
+        lambda t: 1 / len(t),
+        "1 over the number of ranks times",
+        "And add the ranks' gradients instead of averaging them.",
+    ),
+    "one over microbatches": (
+        lambda t: 1 / len(t[0]),
+        "1 over the number of microbatches times",
+        "And add the microbatches' gradients instead of averaging them.",
+    ),
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_equal_numbers_of_ranks_and_microbatches_do_not_make_a_reason_up(name, factor):
+    factor_of, words, remedy = FACTORS[factor]
+
+    def reduction(totals, weights):
+        return factor_of(totals) * SCHEMES[name](totals, weights)
+
+    whole = on_trial(reduction)
+    for number in (2, 3):
+        found = diagnose(whole, num_replicas=number, microbatches=number)
+        expected = factor_of([[0] * number] * number)
+        assert (found.convention, found.factor) == (name, pytest.approx(expected))
+        assert found.words.startswith(words)
+        assert remedy in found.advice
+
+    def only_two(token_loss, params, tokens, weights):
+        assert tokens.shape[:2] == (2, 2)
+        return whole(token_loss, params, tokens, weights)
+
+    found = diagnose(only_two, num_replicas=2, microbatches=2)
+    either = factor.removeprefix("one over ")
+    both = [FACTORS[factor.replace(either, each)] for each in ("ranks", "microbatches")]
+    first, second = (each.removesuffix(" times") for _, each, _ in both)
+    assert found.words.startswith(f"{first}, or {second}, times the ")
+    assert both[0][2] in found.advice
+    assert both[1][2].replace("And", "Or") in found.advice
+    assert "Other numbers of ranks and microbatches tell which it is." in found.advice
+
+
+def test_a_batch_of_equal_numbers_leaves_both_reasons():
+    weights = np.float64([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [1, 1, 1]]])
+    counted = 2 * weights / weights.sum(axis=2, keepdims=True) / 4
+    found = diagnose_weights(counted, weights)
+    assert (found.convention, found.factor) == ("mean_of_means", 2.0)
+    assert found.words.startswith("the number of ranks, or the number of microbatches, times the")
+    uneven = diagnose_weights(counted[:, :1] * 2, weights[:, :1])
+    assert uneven.words.startswith("the number of ranks times the")
 
 
 def test_what_one_rank_cannot_show_is_said():
