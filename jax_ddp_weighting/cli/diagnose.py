@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jax_ddp_weighting._arguments import check_microbatches, check_num_replicas
+from jax_ddp_weighting._arguments import check_microbatches, check_num_replicas, check_rtol
 from jax_ddp_weighting.cli.console import print_json, print_line, waiting
 from jax_ddp_weighting.cli.devices import start_jax
 from jax_ddp_weighting.cli.options import NUMBER, RIGHT, WRONG, X64, Json, find_given
@@ -54,12 +54,21 @@ def diagnose(
             " \\[ranks, microbatches, examples]."
         ),
     ] = None,
+    rtol: Annotated[
+        float | None,
+        typer.Option(
+            help="How exactly counts must fit, of the largest: 1e-5 for a function, 1e-3 for files."
+        ),
+    ] = None,
     x64: X64 = False,
     json: Json = False,
 ) -> int:
     """How your own reduction counts each token: its convention, by name, and what mends it."""
+    if rtol is not None:
+        check_rtol("diagnose: --rtol", rtol)
+    allowed = {} if rtol is None else {"rtol": rtol}
     if gradients is not None or per_example is not None or weights is not None:
-        found = _diagnose_files(context, gradients, per_example, weights)
+        found = _diagnose_files(context, gradients, per_example, weights, **allowed)
         return _answer(found, json)
     if target is None:
         raise ValueError(
@@ -78,12 +87,18 @@ def diagnose(
     start_jax(num_replicas, x64)
     gradient_of = load("diagnose", target)
     with waiting("looking at gradients"), in_one_line(f"diagnose: {target}"):
-        found = probing.diagnose(gradient_of, num_replicas=num_replicas, microbatches=microbatches)
+        found = probing.diagnose(
+            gradient_of, num_replicas=num_replicas, microbatches=microbatches, **allowed
+        )
     return _answer(found, json)
 
 
 def _diagnose_files(
-    context: typer.Context, gradients: Path | None, per_example: Path | None, weights: Path | None
+    context: typer.Context,
+    gradients: Path | None,
+    per_example: Path | None,
+    weights: Path | None,
+    **allowed: float,
 ) -> Any:
     """The diagnosis of one step in files: three of one's own, or a recording."""
     from jax_ddp_weighting.testing.named_arrays import read_array, read_named
@@ -110,7 +125,7 @@ def _diagnose_files(
                 f"diagnose: {gradients} must be given alone, got {', '.join(given)} beside a"
                 " recorded step, which holds them. Leave them out."
             )
-        return diagnose_recorded(read_recording(arrays))
+        return diagnose_recorded(read_recording(arrays), **allowed)
     if per_example is None or weights is None:
         missing = "--per-example" if per_example is None else "--weights"
         raise ValueError(
@@ -120,7 +135,7 @@ def _diagnose_files(
     own = read_named(per_example, caller="diagnose")
     numbers = read_array(weights, caller="diagnose")
     ranks, microbatches = context.params["num_replicas"], context.params["microbatches"]
-    return diagnose_recorded(lay_out_step(arrays, own, numbers, ranks, microbatches))
+    return diagnose_recorded(lay_out_step(arrays, own, numbers, ranks, microbatches), **allowed)
 
 
 def _answer(found: Any, json: bool) -> int:

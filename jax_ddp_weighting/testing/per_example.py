@@ -9,6 +9,11 @@ import numpy as np
 from jaxtyping import Float, PyTree
 
 from jax_ddp_weighting._arguments import check_callable, check_rtol, list_some
+from jax_ddp_weighting.testing.conventions import round_up
+from jax_ddp_weighting.testing.torch_arrays import as_array
+
+_TELLING = 10  # by so much a cause must add to an uncertainty to be called the cause
+_WIDEST = 0.05  # conventions lie no further apart
 
 
 def effective_weights(
@@ -22,7 +27,7 @@ def effective_weights(
 
     Args:
         gradient: what a step applied, a pytree of arrays; made by JAX, torch or anything else.
-            Arrays of numpy, JAX and torch (on the CPU) are taken as they are.
+            Arrays of numpy, JAX and torch are taken as they are, bfloat16 and parameters too.
         per_example_gradients: each example's own gradient at the same parameters: the same
             structure, every leaf with one more leading axis, `[examples, ...]`. See
             `per_example_gradients`.
@@ -37,6 +42,7 @@ def effective_weights(
         ValueError: the trees differ in structure or shape; something is not finite; the examples'
             gradients do not determine the weights; they do not explain the gradient; or `rtol` is
             not in `[0, 1)`.
+        TypeError: a leaf is no array of numbers.
 
     Example:
         >>> own = np.array([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]])  # two examples, three parameters
@@ -73,23 +79,26 @@ def effective_weights(
         raise ValueError(
             f"effective_weights: gradient must be a weighted sum of per_example_gradients, got one "
             f"of which they leave {left / size:.1%} unexplained. Something else is in it: a "
-            "regulariser, momentum, clipping, batch statistics, or other examples or parameters "
-            "than these."
+            "regulariser, momentum, clipping, batch statistics, other examples or parameters than "
+            "these, or the rounding of an update that was undone."
         )
     # What is left shows the noise only of more parameters than examples. So no less than what the
     # examples' gradients are rounded by, summed up, and the gradient itself, which is rounded once.
     noise = max(left, 8 * eps * float(np.abs(weights) @ norms), target_eps / 2 * size)
-    uncertainty = noise * np.sqrt((vectors**2 / values).sum(axis=1)) / norms
+    spread = np.sqrt((vectors**2 / values).sum(axis=1))  # 1 where no two gradients are alike
+    uncertainty = noise * spread / norms
     worst = int(np.argmax(uncertainty))
     largest = float(np.max(np.abs(weights)))
     if uncertainty[worst] > rtol * largest:
-        alike = np.argsort(-np.abs(vectors[:, 0]))[:2]
+        off = uncertainty[worst] / largest
+        if spread[worst] >= max(_TELLING, norms.max() / norms[worst]):
+            cause = _name_alike(gram, vectors[:, np.argmax(vectors[worst] ** 2 / values)])
+        else:
+            unexplained = left / size if left == noise else 0.0
+            cause = _name_noise(norms[worst] / norms.max(), unexplained, off)
         raise ValueError(
             f"effective_weights: per_example_gradients must determine the weights to rtol={rtol:g},"
-            f" got an uncertainty of {uncertainty[worst] / largest:.1e} of the largest weight at "
-            f"example {worst}: the gradients of "
-            f"examples {list_some(np.sort(alike))} are nearly alike. Take fewer or more different "
-            "examples, a larger model, or float64."
+            f" got an uncertainty of {off:.1e} of the largest weight at example {worst}: {cause}"
         )
     return weights
 
@@ -172,11 +181,15 @@ def _flatten(
             "effective_weights: gradient must have leaves, got an empty tree. "
             "Give the gradient of every parameter."
         )
-    count = np.shape(own[0])[:1]
+    leaves = [
+        (path, as_array(leaf, f"effective_weights: gradient{jax.tree_util.keystr(path)}"))
+        for path, leaf in leaves
+    ]
+    own = [as_array(each, "effective_weights: per_example_gradients") for each in own]
+    count = own[0].shape[:1]
     targets, owns = [], []
     target_eps = own_eps = float(np.finfo(float).eps)
-    for (path, leaf), each in zip(leaves, own, strict=True):
-        a, b = np.asarray(leaf), np.asarray(each)
+    for (path, a), b in zip(leaves, own, strict=True):
         where = f"gradient{jax.tree_util.keystr(path)}"
         if b.shape != (*count, *a.shape) or not count or not count[0]:
             raise ValueError(
@@ -215,6 +228,39 @@ def _check_norms(norms: np.ndarray) -> None:
             f"examples {list_some(np.flatnonzero(norms == 0))}: what they counted cannot show. "
             "Leave them out, or take other parameters."
         )
+
+
+def _name_alike(gram: np.ndarray, mixture: np.ndarray) -> str:
+    """Which examples nearly make each other up, by a mixture of them that is nearly nothing."""
+    sizes = np.abs(mixture)
+    mixed = np.flatnonzero(sizes >= sizes.max() / 2)
+    are_alike = len(mixed) == 2 and gram[mixed[0], mixed[1]] > 0
+    how = "are nearly alike" if are_alike else "are nearly linearly dependent"
+    return (
+        f"the gradients of examples {list_some(mixed)} {how}. Take fewer or more different "
+        "examples, a larger model, or float64."
+    )
+
+
+def _name_noise(part: float, unexplained: float, off: float) -> str:
+    """Why weights are uncertain though no two examples are alike.
+
+    Args:
+        part: the size of the uncertain example's gradient, as a part of the largest.
+        unexplained: the part of the gradient that the examples leave; 0 where rounding is more.
+        off: the uncertainty, as a part of the largest weight.
+    """
+    enough = f", or allow rtol={round_up(off):g}" if off < _WIDEST else ""
+    if part <= 1 / _TELLING:
+        return f"its gradient is {part:.1e} of the largest. Leave it out, take float64{enough}."
+    if unexplained:
+        return (
+            f"the examples leave {unexplained:.1e} of the gradient unexplained. It may be the "
+            "rounding of an update that was undone, or something small beside the examples, such "
+            "as a regulariser. Give the gradient itself, take float64 or a learning rate of 1, "
+            f"and leave out what is beside them{enough}."
+        )
+    return f"the gradients are rounded too much. Take a wider dtype{enough}."
 
 
 def _check_determined(free: np.ndarray) -> None:

@@ -5,7 +5,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_ddp_weighting._arguments import check_microbatches, check_num_replicas, list_some
+from jax_ddp_weighting._arguments import (
+    check_microbatches,
+    check_num_replicas,
+    list_some,
+)
 from jax_ddp_weighting.testing.conventions import RIGHT
 from jax_ddp_weighting.testing.diagnosis import Diagnosis, diagnose_weights
 from jax_ddp_weighting.testing.per_example import effective_weights
@@ -91,16 +95,20 @@ def lay_out_step(
     )
 
 
-def diagnose_recorded(step: RecordedStep) -> Diagnosis:
+def diagnose_recorded(step: RecordedStep, *, rtol: float = 1e-3) -> Diagnosis:
     """The convention of one step that was written down.
 
     The rule: as for `diagnose_step`. Rows of weight 0 whose own gradient is 0 or not finite are
     left out, as what they counted cannot show.
 
+    Args:
+        step: the step.
+        rtol: how exactly counts must fit, relative to the largest.
+
     Raises:
         ValueError: names, shapes or lengths differ; something is not finite; a weight is negative;
-            the examples' gradients do not determine what they counted; or the weights are so even
-            that a vote of each rank's is right too.
+            the examples' gradients do not determine what they counted; the weights are so even
+            that a vote of each rank's is right too; or `rtol` is not in `[0, 1)`.
     """
     weights = np.asarray(step.weights, float)
     _check_step(step, weights)
@@ -112,11 +120,12 @@ def diagnose_recorded(step: RecordedStep) -> Diagnosis:
     solved = effective_weights(
         {name: np.asarray(step.gradient[name]) for name in own},
         {name: np.asarray(x)[used] for name, x in step.per_example.items()},
+        rtol=rtol,
     )
     numbers = int(step.rank.max()) + 1, int(step.microbatch.max()) + 1
     table = RowTable.of(step.rank, step.microbatch, *numbers)
     laid_out = table.lay_out(weights)
-    found = diagnose_weights(table.lay_out(solved, used), laid_out)
+    found = diagnose_weights(table.lay_out(solved, used), laid_out, rtol=rtol)
     found = replace(found, shown="the step is as recorded")
     if found.convention != "unknown" or "global_mean" not in found.alternatives:
         return found

@@ -69,6 +69,19 @@ def test_weights_may_be_laid_out_and_a_recording_holds_everything(capsys):
 
 
 @pytest.mark.usefixtures("files")
+def test_gradients_that_are_noisy_are_named_at_a_tolerance_that_allows_it(capsys):
+    right = gradient("mean_of_means")
+    noisy = {n: x * (1 + 1e-3 * RNG.normal(size=x.shape)) for n, x in right.items()}
+    np.savez("noisy.npz", **noisy)
+    said = refusal(capsys, "diagnose", "--gradients", "noisy.npz", *THREE)
+    assert "must determine the weights to rtol=0.001" in said
+    assert run("diagnose", "--gradients", "noisy.npz", *THREE, "--rtol", "0.02") == 1
+    assert printed(capsys).startswith("mean_of_means, factor 1")
+    said = refusal(capsys, "diagnose", "--gradients", "noisy.npz", *THREE, "--rtol", "1")
+    assert "diagnose: --rtol must be in [0, 1), got 1" in said
+
+
+@pytest.mark.usefixtures("files")
 def test_padding_whose_gradient_says_nothing_is_left_out(capsys):
     empty = WEIGHTS.reshape(-1) == 0
     for silence in (0, np.nan):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from jax_ddp_weighting import compare_gradients, torch_names
+from jax_ddp_weighting import compare_gradients, effective_weights, torch_names
 from jax_ddp_weighting.cli import app as cli
 
 DENSE = {"kernel": np.zeros((3, 4)), "bias": np.zeros(4)}
@@ -120,3 +120,22 @@ def test_gradients_of_torch_and_jax_go_in_as_they_are():
     theirs = {"w": torch.ones(3, dtype=torch.bfloat16, requires_grad=True)}
     assert compare_gradients({"w": jnp.ones(3)}, theirs).wrong == []
     assert compare_gradients({"w": 2 * jnp.ones(3)}, theirs).wrong[0].ratio == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_tensors_of_any_dtype_and_parameters_say_what_their_examples_counted(dtype):
+    own = torch.nn.Parameter(torch.eye(3, 5).to(dtype))  # requires a gradient
+    counts = torch.tensor([0.5, 0.25, 0.0], dtype=dtype)
+    gradient = {"w": (counts @ own), "b": counts @ own}
+    found = effective_weights(gradient, {"w": own, "b": own}, rtol=0.1)
+    assert found.tolist() == [0.5, 0.25, 0.0]
+    on_their_side = torch.view_as_complex(torch.ones(2, 3, 2)).conj()  # lazily
+    assert effective_weights(on_their_side.sum(0), on_their_side[:1]).tolist() == [2.0]
+
+
+def test_tensors_without_numbers_of_their_own_are_refused_in_words():
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(TypeError, match="effective_weights: per_example_gradients must hold its"):
+        effective_weights(torch.ones(3), sparse)
+    with pytest.raises(TypeError, match=r"effective_weights: gradient\['w'\] must be an array"):
+        effective_weights({"w": "x"}, {"w": np.ones((1, 1))})

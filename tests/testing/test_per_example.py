@@ -122,6 +122,70 @@ def test_float32_copies_that_differ_by_rounding_are_not_noise_but_an_error():
         effective_weights(gradient, own)
 
 
+ORTHOGONAL = np.eye(4, 10, dtype=np.float32)
+
+
+def with_a_trace_of_something_else():
+    noise = np.random.default_rng(0)
+    own = noise.normal(size=(4, 30)).astype(np.float32)
+    return own.mean(0) + np.float32(4e-4) * noise.normal(size=30).astype(np.float32), own
+
+
+def rounded_to_bfloat16():
+    own = ORTHOGONAL.astype(jnp.bfloat16)
+    return ORTHOGONAL.mean(0), own
+
+
+def of_three():
+    own = ORTHOGONAL + 0
+    own[2] = own[0] - own[1] + 1e-4 * own[2]
+    return own.mean(0), own
+
+
+UNCERTAIN = {
+    "one gradient is small": (
+        lambda: ((own := ORTHOGONAL * np.float32([[1], [1], [1], [1e-4]])).mean(0), own),
+        {},
+        r"at example 3: its gradient is 1\.0e-04 of the largest. Leave it out, take float64, or",
+    ),
+    "an update was undone, or something small is in it": (
+        with_a_trace_of_something_else,
+        {},
+        r"the examples leave \d\.\de-04 of the gradient unexplained. It may be the rounding of an "
+        r"update that was undone, or something small .* such as a regulariser.*, or allow rtol=",
+    ),
+    "gradients are rounded": (
+        rounded_to_bfloat16,
+        {"rtol": 0.02},
+        r"the gradients are rounded too much. Take a wider dtype",
+    ),
+    "three make each other up": (
+        of_three, {}, "gradients of examples 0, 1, 2 are nearly linearly dependent. Take fewer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNCERTAIN)
+def test_why_weights_are_uncertain_is_not_made_up(case):
+    problem, options, said = UNCERTAIN[case]
+    with pytest.raises(ValueError, match=said) as caught:
+        effective_weights(*problem(), **options)
+    assert "nearly alike" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", [*UNCERTAIN][:2])
+def test_the_tolerance_that_is_said_to_be_enough_is_enough(case):
+    problem = UNCERTAIN[case][0]
+    with pytest.raises(ValueError, match=r"or allow rtol=[\d.]+\.$") as caught:
+        effective_weights(*problem())
+    enough = float(str(caught.value).removesuffix(".").rpartition("=")[2])
+    assert np.isfinite(effective_weights(*problem(), rtol=enough)).all()
+
+
+def test_a_small_example_is_left_out_as_the_error_says():
+    own = ORTHOGONAL * np.float32([[1], [1], [1], [1e-4]])
+    assert effective_weights(own.mean(0), own[:3]).tolist() == pytest.approx([0.25] * 3)
+
+
 def test_more_examples_than_parameters_cannot_be_told_apart():
     gradient, own, _ = random_problem(0, examples=6, parameters=1)
     with pytest.raises(ValueError, match="must be linearly independent, got 6 gradients"):

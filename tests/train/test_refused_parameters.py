@@ -83,7 +83,8 @@ def test_a_parameter_that_is_no_array_is_named():
 
 
 def test_an_optimizer_that_wants_each_examples_gradient_is_refused():
-    tx = optax.contrib.dpsgd(1.0, 1.0, 0.0, key=jax.random.key(0))
+    private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0))
+    tx = optax.chain(private, optax.sgd(0.1))
     params = {"w": jnp.zeros(4)}
     step = make_optax_step(lambda p, b: loss_fn({"w": p["w"].sum()}, b), tx, data_mesh(2))
     with pytest.raises(
