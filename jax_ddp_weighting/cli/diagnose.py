@@ -66,7 +66,7 @@ def diagnose(
     """How your own reduction counts each token: its convention, by name, and what mends it."""
     if rtol is not None:
         check_rtol("diagnose: --rtol", rtol)
-    allowed = {} if rtol is None else {"rtol": rtol}
+    allowed: dict[str, Any] = {} if rtol is None else {"rtol": rtol}
     if gradients is not None or per_example is not None or weights is not None:
         found = _diagnose_files(context, gradients, per_example, weights, **allowed)
         return _answer(found, json)
