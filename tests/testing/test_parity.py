@@ -420,6 +420,26 @@ def test_a_gradient_that_cancels_to_rounding_is_equal(float64):
     assert {each.leaf for each in report.differences} == {"loss", "params['bias']", "params['w']"}
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_leaf_that_cancels_within_each_row_in_bfloat16_is_equal(seed):
+    def normalised(params, batch):
+        x, y = batch.data
+        out = x @ params["w"] + params["bias"]
+        out = (out - out.mean(axis=-1, keepdims=True)) / out.std(axis=-1, keepdims=True)
+        return weighted_sum(jnp.sum((out - y) ** 2, axis=-1), batch.weights)
+
+    rng = np.random.default_rng(seed)
+    params = {"w": rng.normal(size=(4, 3)).astype(jnp.bfloat16), "bias": jnp.bfloat16(0.7)}
+    batch = Batch.of((X[:12].astype(jnp.bfloat16), Y[:12].astype(jnp.bfloat16)))
+    options = {"engines": ["vmap"], "microbatches": 2}
+    report = check_gradients(normalised, params, batch, [(7, 5)], **options)
+    assert report.worst.equal
+    with pytest.raises(ParityError, match=r"worst params\['w'\]"):
+        check_gradients(
+            normalised, params, batch, [(7, 5)], **options, gradient=scaled(lambda W, K: 1.1)
+        )
+
+
 def test_a_report_prints_a_table_of_its_leaves():
     report = check_gradients(
         loss_fn, network_params(), batch_of(np.arange(4)), [(3, 1), (4, 0)], engines=["vmap"]
