@@ -115,13 +115,34 @@ class Recording:
             )
         self.gradient = {n: _to_host(self._torch, p.grad, p) for n, p in self._named.items()}
 
-    def on_step(self, optimizer: Any, *_: Any) -> None:
-        """Called before any optimizer steps: its gradients are what is applied."""
+    def on_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Called before any optimizer steps: its gradients are what is applied.
+
+        A step that is given a closure computes them in it: they are taken after its first call, at
+        the parameters as they are. The step is then given a closure that does so.
+        """
         ours = {id(p) for p in self._named.values()}
-        if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-            self.steps += 1
-            if self.steps == 1:
+        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            return None
+        self.steps += 1
+        if self.steps > 1:
+            return None
+        own, *others = args
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._take_after(kwargs["closure"])}
+        if others and callable(others[0]):
+            return (own, self._take_after(others[0]), *others[1:]), kwargs
+        self.take_gradient()
+        return None
+
+    def _take_after(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        def closed(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
+            if not self.gradient:
                 self.take_gradient()
+            return loss
+
+        return closed
 
 
 @contextmanager
@@ -131,9 +152,10 @@ def record(
     """Writes one step of a training script in torch to a file that `diagnose --gradients` reads.
 
     The rule: what is written is the gradient that lies in the parameters when the optimizer steps
-    (after DDP, accumulation, clipping and unscaling), or at the end of the block if it does not
-    step; each example's own gradient before it; the weights; and which rank and microbatch each
-    example was in. In a process group every process enters the block, and rank 0 writes.
+    (after DDP, accumulation, clipping and unscaling; of a step that is given a closure, after its
+    first call), or at the end of the block if it does not step; each example's own gradient before
+    it; the weights; and which rank and microbatch each example was in. In a process group every
+    process enters the block, and rank 0 writes.
 
         with record("step.npz", ddp_model, loss_of_example) as step:
             for x, y, weights in microbatches:

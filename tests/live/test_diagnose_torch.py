@@ -344,7 +344,13 @@ def step_twice(step, model, optimizer, examples):
     optimizer.step()
 
 
+def closure_without_gradient(step, model, optimizer, examples):
+    step.add(examples)
+    optimizer.step(lambda: model(examples["x"]).sum())
+
+
 BAD = {
+    "no gradient of a closure": (closure_without_gradient, "model must have gradients when"),
     "no examples": (lambda step, model, opt, x: backward(model, x), "got no examples"),
     "no gradient": (lambda step, model, opt, x: step.add(x), "model must have gradients when"),
     "added too late": (add_after, "add must be called before the optimizer steps"),
@@ -365,6 +371,39 @@ def test_a_step_that_cannot_be_recorded_is_one_sentence_and_no_file(case, tmp_pa
     model = net().eval()
     backward(model, batch())
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+CLOSED = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1),
+    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
+}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("name", CLOSED)
+def test_a_step_that_takes_a_closure_is_recorded_by_its_first_call(name, by_name, tmp_path):
+    """Gradients of an earlier step lie there until the closure has cleared them."""
+    model, examples = net().eval(), batch()
+    optimizer = CLOSED[name](model.parameters())
+    (100 * model(examples["x"])).sum().backward()
+    calls = []
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = (model(examples["x"]) - examples["y"]).square().sum(-1).mean()
+        loss.backward()
+        return loss
+
+    with record(tmp_path / "step.npz", model, loss_of) as step:
+        step.add(examples)
+        loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert loss.shape == ()
+    assert len(calls) == (3 if name == "lbfgs" else 1)
+    with np.load(tmp_path / "step.npz") as file:
+        mean = file["per_example/0.weight"].mean(axis=0)
+        np.testing.assert_allclose(mean, file["gradient/0.weight"], rtol=1e-4, atol=1e-6)
 
 
 def test_what_has_no_parameters_or_a_loss_for_all_is_refused(tmp_path):
