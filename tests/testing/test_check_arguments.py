@@ -156,7 +156,9 @@ def test_a_number_of_ranks_may_be_numpys():
 
 
 @pytest.mark.parametrize(
-    "rate", ["0.1", True, [0.1], 0.1j, np.ones(1), jnp.ones(2), lambda count: 0.1], ids=repr
+    "rate",
+    ["0.1", True, [0.1], 0.1j, np.ones(1), jnp.ones(2), lambda count: 0.1],
+    ids=lambda rate: "schedule" if callable(rate) else repr(rate),
 )
 def test_a_rate_that_is_none_is_refused(rate):
     with pytest.raises(TypeError, match=r"^diagnose_step: learning_rate must be a number, got"):
