@@ -420,7 +420,7 @@ def _find_layout(
 
     def totals_of(params: PyTree, rows: Rows, state: PyTree) -> dict[str, Array]:
         first = take_microbatch(rows, 0, options.microbatches)
-        return call_loss(options, params, first, state, shared=shared)[0]
+        return call_loss(options, params, first, state, shared=shared, again=True)[0]
 
     return find_layout(
         options.param_specs,

@@ -121,7 +121,13 @@ class Sums(NamedTuple):
 
 
 def call_loss(
-    options: GradientOptions, params: PyTree, rows: Rows, state: PyTree, *, shared: PyTree
+    options: GradientOptions,
+    params: PyTree,
+    rows: Rows,
+    state: PyTree,
+    *,
+    shared: PyTree,
+    again: bool = False,
 ) -> tuple[dict[str, Array], Sums]:
     """The totals to pull back, beside what no gradient flows through: a function for `jax.vjp`.
 
@@ -131,14 +137,16 @@ def call_loss(
         rows: the microbatch.
         state: the model's state before it.
         shared: the parameters as they were given, the same on every rank.
+        again: whether it is called elsewhere too, where what costs a look at its program is looked
+            at.
     """
     sums, *extras = _call(options, options.loss_fn, params, rows, state)
     if options.has_state:
         new_state, *aux = extras
 
         def call_again() -> PyTree:
-            again = options.loss_of_shared or options.loss_fn
-            return _call(options, again, shared, rows, state)[1]
+            loss_fn = options.loss_of_shared or options.loss_fn
+            return _call(options, loss_fn, shared, rows, state)[1]
 
         state = check_state(state, new_state, options.axis_name, call_again)
     else:
@@ -146,7 +154,8 @@ def call_loss(
     terms = name_terms(sums, options.coefficients)
     check_terms(sums, options.divisors or {})
     check_axes(terms, options.axis_name, params)
-    _check_halves(terms, options, params, rows, state)
+    if not again:
+        _check_halves(terms, options, params, rows, state)
     pulls = {name for name in terms if has_gradient(options.factors[name])}
     check_totals({name: terms[name] for name in terms if name in pulls})
     once = frozenset(n for n, each in (name_sums(sums) or {}).items() if each.counted_once)
@@ -283,9 +292,12 @@ def pull_back(
         divided_by: what the whole step is divided by, where the rows are not all of it.
         shared: the parameters as they were given, the same on every rank.
     """
-    totals, pull, sums = jax.vjp(
-        lambda params: call_loss(options, params, rows, state, shared=shared), params, has_aux=True
-    )
+    again = divided_by is not None
+
+    def call(params: PyTree) -> tuple[dict[str, Array], Sums]:
+        return call_loss(options, params, rows, state, shared=shared, again=again)
+
+    totals, pull, sums = jax.vjp(call, params, has_aux=True)
     whole = _divide_by(options, sums.weights, rows) if divided_by is None else divided_by
     cotangents = {}
     for name, total in totals.items():
