@@ -55,7 +55,8 @@ def _hoist(
     (`jax.closure_convert` leaves integers and keys where they are, and they leak.)
     """
     closed = jax.make_jaxpr(fn)(*leaves)
-    jaxpr = closed.jaxpr  # alone: `closed` holds tracers, which JAX's caches would keep
+    # without its constants, as from jax 0.12 on a jaxpr holds them: JAX's caches would keep tracers
+    jaxpr = ClosedJaxpr(closed.jaxpr, [None] * len(closed.consts)).jaxpr
 
     def hoisted(leaves: Leaves, closed_over: Leaves) -> Leaves:
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed_over))(*leaves)
