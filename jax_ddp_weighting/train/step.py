@@ -16,6 +16,7 @@ from jax_ddp_weighting.distributed import mesh as meshes
 from jax_ddp_weighting.train.model_kind import ModelKind, as_step_loss, as_step_statistics
 from jax_ddp_weighting.train.step_options import StepOptions, Varying
 from jax_ddp_weighting.weighting.gradient import (
+    OVERWRITTEN,
     GlobalLoss,
     StepGradient,
     take_gradient,
@@ -232,9 +233,6 @@ def _check_rng(rng: Any, options: StepOptions) -> None:
     check_key(rng)
 
 
-_CARRIED = "_overwrite_with_gradient"  # flax's: the "gradient" of such a leaf is its new value
-
-
 def check_parameters(params: PyTree, options: StepOptions) -> None:
     """Raises for what is carried among parameters and is none, before tracing.
 
@@ -258,7 +256,7 @@ def check_parameters(params: PyTree, options: StepOptions) -> None:
                 "eqx.is_inexact_array) gives the parameters.)"
             )
         sums = options.engine != "jit" or options.microbatches > 1 or options.grad_norm
-        if sums and _CARRIED in where:
+        if sums and OVERWRITTEN in where:
             raise ValueError(
                 f"train step: params must hold no values that are handed on as gradients, got "
                 f"{where}, where gradients are added up. flax keeps the scales of fp8 there: use "

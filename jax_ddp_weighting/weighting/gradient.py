@@ -56,6 +56,9 @@ from jax_ddp_weighting.weighting.rank_gradient import (
 from jax_ddp_weighting.weighting.statistics import Statistics, sum_statistics
 from jax_ddp_weighting.weighting.sums import WeightedSum, divide
 
+OVERWRITTEN = "_overwrite_with_gradient"
+"""flax's collection of what is no parameter: the "gradient" of such a leaf is its new value."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -469,7 +472,7 @@ def _parameter(options: GradientOptions, path: Any, leaf: Any) -> Array:
             "Keep what is not trained beside them."
         )
     sums = options.axis_name is not None or options.microbatches > 1 or options.scale is not None
-    if sums and "_overwrite_with_gradient" in where:
+    if sums and OVERWRITTEN in where:
         raise ValueError(
             "value_and_grad: params must hold no values that are handed on as gradients where "
             f"gradients are added up or scaled, got params{where}. flax keeps the scales of fp8 "
