@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
+from torch_workers import SPAWN, STOPPED
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from jax_ddp_weighting import Batch, DistributedSampler, ShardedIterable, data_mesh, join_batches
@@ -10,7 +11,6 @@ from jax_ddp_weighting import Batch, DistributedSampler, ShardedIterable, data_m
 # torchdata 0.11 makes a call that torch 2.13 has deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
-SPAWN = {"num_workers": 2, "multiprocessing_context": "spawn"}  # JAX has threads in this process
 STATE = {"version": 1, "epoch": 1, "position": 8}
 
 
@@ -48,12 +48,12 @@ def test_only_the_first_pass_after_a_resume_is_the_rest(workers):
 def test_a_state_of_batches_in_another_order_is_refused():
     def begin(told, made):
         share = ShardedIterable(of_epoch, 1, 0, batch_size=told)
-        return share, next(iter(DataLoader(share.torch_dataset(), batch_size=made, **SPAWN)))
+        return share, next(iter(DataLoader(share.torch_dataset(), batch_size=made, **STOPPED)))
 
     share, first = begin(4, 4)
-    assert first.tolist() == of_epoch(0)[: share.state_dict(consumed=4)["position"]]
+    assert first == of_epoch(0)[: share.state_dict(consumed=4)["position"]]
     share, first = begin(1, 4)
-    assert first.tolist() == [0, 2, 4, 6]  # no beginning of the stream
+    assert first == [0, 2, 4, 6]  # no beginning of the stream
     with pytest.raises(
         ValueError, match=r"batch_size must be the loader's .* got 1 and batches of 4"
     ):

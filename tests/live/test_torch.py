@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from torch.utils.data import DistributedSampler as TorchSampler
+from torch_workers import SPAWN, STOPPED
 
 from jax_ddp_weighting import CoverageError, DistributedSampler, audit_ids, torch_order
 
@@ -98,10 +99,8 @@ def test_the_batches_of_a_loader_are_those_over_torchs_sampler(drop_last):
 
 
 def test_a_loader_reads_by_a_sampler_with_workers_that_stay():
-    """Spawned and not forked: JAX has threads in this process."""
-    workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "spawn"}
     ours = DistributedSampler(range(101), 4, 1, order="keyed", tail="mask")
-    _, read = loaded(ours, batch_size=8, **workers)
+    _, read = loaded(ours, batch_size=8, persistent_workers=True, **SPAWN)
     for epoch in range(3):
         ours.set_epoch(epoch)
         assert [i for batch in read() for i in batch] == ours.indices().tolist()
@@ -128,9 +127,8 @@ def test_every_id_comes_once_through_masked_loaders_and_101_of_104_otherwise():
 def test_a_loader_resumes_where_training_was_and_not_where_it_read_ahead():
     whole = loaded(DistributedSampler(range(101), 4, 1), batch_size=4)[1]()
     sampler = DistributedSampler(range(101), 4, 1)
-    loader, _ = loaded(
-        sampler, batch_size=4, num_workers=1, prefetch_factor=3, multiprocessing_context="spawn"
-    )
+    options = STOPPED | {"num_workers": 1, "prefetch_factor": 3}
+    loader, _ = loaded(sampler, batch_size=4, **options)
     batches = iter(loader)
     for _ in range(2):
         next(batches)
@@ -192,7 +190,7 @@ def test_a_loader_that_calls_iter_twice_reads_the_rest_of_a_loaded_epoch(workers
     sampler = DistributedSampler(range(60), 3, 1)
     whole = list(DistributedSampler(range(60), 3, 1))
     sampler.load_state_dict(sampler.state_dict(consumed=7))
-    options = {"num_workers": workers, "multiprocessing_context": "spawn"} if workers else {}
+    options = SPAWN if workers else {}
     loader = DataLoader(TensorDataset(torch.arange(60)), batch_sampler=Eager(sampler), **options)
     assert [i for (batch,) in loader for i in batch.tolist()] == whole[7:]
 

@@ -2,6 +2,7 @@
 
 import pytest
 from torch.utils.data import DataLoader
+from torch_workers import STOPPED
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchdata.stateful_dataloader.stateful import Stateful
@@ -15,10 +16,8 @@ EXAMPLES = 240
 
 
 def loader_of(sampler, workers, kind=StatefulDataLoader, **options):
-    # A range is a dataset whose examples are their ids, and which spawned workers know; they are
-    # not forked, since JAX has threads in this process.
-    if workers:
-        options |= {"num_workers": workers, "multiprocessing_context": "spawn"}
+    # a range is a dataset whose examples are their ids, and which spawned workers know
+    options |= STOPPED | {"num_workers": workers} if workers else {"collate_fn": list}
     return kind(range(EXAMPLES), batch_size=8, sampler=sampler, **options)
 
 
@@ -30,7 +29,7 @@ def sampler_of(rank, ranks, view, epoch=0):
 
 def read(batches, count=None):
     wanted = iter(batches) if count is None else (next(batches) for _ in range(count))
-    return [i for batch in wanted for i in batch.tolist()]
+    return [i for batch in wanted for i in batch]
 
 
 def find_positions(state):
