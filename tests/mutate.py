@@ -264,6 +264,28 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "weighting/halves.py",
+        ("weighting/test_halves.py",),
+        (
+            "a half that was summed over the ranks before is taken",
+            "if _ROWS in half and summed:",
+            "if False:",
+            "weighting/test_halves.py::test_one_half_that_was_summed_is_refused[summed_weight0-vmap-1]",
+        ),
+        (
+            "a weight of the whole step is taken",
+            "if once == twice:",
+            "if False:",
+            "weighting/test_halves.py::test_a_weight_of_the_whole_step_is_refused_where_it_is_added_up[of_the_step-options0-jit-2]",
+        ),
+        (
+            "rows that all weigh a number of the step are refused",
+            "if once == twice:",
+            "if True:",
+            "weighting/test_halves.py::test_rows_that_all_weigh_such_a_number_are_taken[as_rows_weigh-3.5-vmap-1]",
+        ),
+    ),
+    *of(
         "weighting/row_parts.py",
         ("train/test_batch_spec.py",),
         (

@@ -50,6 +50,16 @@ def check_rows(batch: PyTree, *, caller: str) -> None:
             )
 
 
+def twice_the_rows(rows: PyTree) -> PyTree:
+    """The shapes of twice as many rows, to ask what hangs on how many there are."""
+
+    def double(leaf: Any) -> jax.ShapeDtypeStruct:
+        count, *rest = jnp.shape(leaf)
+        return jax.ShapeDtypeStruct((2 * count, *rest), jnp.result_type(leaf))
+
+    return jax.tree.map(double, rows)
+
+
 def _take_rows(batch: PyTree, k: Any, microbatches: int) -> PyTree:
     def rows(path: Any, leaf: Array) -> Array:
         shape = jnp.shape(leaf)

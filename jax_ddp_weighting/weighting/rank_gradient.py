@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from jax_ddp_weighting._arguments import check_microbatches
 from jax_ddp_weighting.distributed import mesh
-from jax_ddp_weighting.distributed.collectives import trace
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.counts import Sum, as_sum
 from jax_ddp_weighting.weighting.denominators import (
@@ -29,6 +29,7 @@ from jax_ddp_weighting.weighting.divisors import (
     check_terms,
 )
 from jax_ddp_weighting.weighting.dtypes import widen
+from jax_ddp_weighting.weighting.halves import OwnRows, check_halves
 from jax_ddp_weighting.weighting.loss_terms import (
     LossFn,
     check_axes,
@@ -188,55 +189,36 @@ def _call(
     return unpack(out, *named) if named else (out,)
 
 
-_ROWS = "rows"  # no axis, so that no reduction over one takes it off what is made of rows
-
-
 def _check_halves(
-    terms: dict[str, WeightedSum],
+    terms: Mapping[str, WeightedSum],
     options: GradientOptions,
     params: PyTree,
     rows: Rows,
     state: PyTree,
 ) -> None:
-    """Raises `ValueError` for a term of which one half alone was summed over the ranks before.
+    """Raises `ValueError` for a term of which one half alone is of the rank's own rows."""
+    own = OwnRows(rows.batch, rows.keys)
+    leaves, treedef = jax.tree.flatten((rows.statistics, rows.replicated, state))
+    # What is known while tracing a loss may use as such: statistics alone are always computed.
+    count = len(jax.tree.leaves(rows.statistics))
+    whole = {i: x for i, x in enumerate(leaves) if i < count or isinstance(x, Tracer)}
 
-    What is made of no rows, such as the weight of a loss without weights, is the same on every rank
-    and means what it says: so the program is looked at, where types do not tell that all is well.
-    """
-    if options.axis_name is None:
-        return
-    names = frozenset(mesh.names_of(options.axis_name)) - frozenset(options.part_axes)
-    checked = mesh.is_checked(options.axis_name)
-    halves = [mesh.varying_axes(half) & names for each in terms.values() for half in _halves(each)]
-    if checked and halves[::2] == halves[1::2]:
-        return
+    def take(own: OwnRows, whole: Mapping[int, Any]) -> Mapping[str, WeightedSum]:
+        given = treedef.unflatten([whole.get(i, leaf) for i, leaf in enumerate(leaves)])
+        statistics, replicated, state = given
+        part = Rows(own.batch, rows.rng, own.keys, replicated, statistics)
+        found = name_sums(_call(options, options.loss_fn, params, part, state)[0]) or {}
+        return {name: found[name] for name in terms}
 
-    def again(own: tuple[Any, Any]) -> list[Any]:
-        batch, keys = own
-        sums = _call(options, options.loss_fn, params, rows._replace(batch=batch, keys=keys), state)
-        found = name_sums(sums[0]) or {}
-        return [jnp.asarray(half) for name in terms for half in _halves(found[name])]
-
-    own = rows.batch, rows.keys
-    spread = [
-        mesh.varying_axes(leaf) & names if checked else names for leaf in jax.tree.leaves(own)
-    ]
-    found = trace(again, own).find_names([each | {_ROWS} for each in spread])
-    everywhere = frozenset[str]().union(*spread)
-    for name, total, weight in zip(terms, found[::2], found[1::2], strict=True):
-        for noun, half, other in (("weight", weight, total), ("total", total, weight)):
-            summed = everywhere & other - half
-            if _ROWS in half and summed:
-                raise ValueError(
-                    "value_and_grad: loss_fn must return both halves of a term of the rank's own "
-                    f"rows, got for {name!r} a {noun} that was summed over the ranks of "
-                    f"{tuple(sorted(summed))}, and the other half not. Ranks are summed here, "
-                    "once: leave out a psum of your own."
-                )
-
-
-def _halves(each: WeightedSum) -> tuple[Any, Any]:
-    return each.total, each.weight
+    check_halves(
+        terms,
+        take,
+        own,
+        whole,
+        axis_name=options.axis_name,
+        part_axes=options.part_axes,
+        microbatches=options.microbatches,
+    )
 
 
 def _divide_by(options: GradientOptions, weights: StepWeights, rows: Rows) -> Denominators:

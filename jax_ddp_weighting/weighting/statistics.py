@@ -19,7 +19,7 @@ from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.weighting.counts import Count, Sum, as_sum, as_wide, is_count, to_divisor
 from jax_ddp_weighting.weighting.denominators import sum_over_ranks
 from jax_ddp_weighting.weighting.loss_terms import describe, is_number
-from jax_ddp_weighting.weighting.microbatches import Rows, take_microbatch
+from jax_ddp_weighting.weighting.microbatches import Rows, take_microbatch, twice_the_rows
 from jax_ddp_weighting.weighting.named_arguments import find_named
 from jax_ddp_weighting.weighting.row_parts import count_once
 from jax_ddp_weighting.weighting.sums import WeightedSum
@@ -181,7 +181,7 @@ def _check_sums(
     that the shapes of the rows have given.)
     """
     rows = own.batch, own.keys
-    twice = jax.tree.map(_double, rows)
+    twice = twice_the_rows(rows)
 
     def take_twice(twice: PyTree, rng: Any, shared: Shared) -> PyTree:
         batch, keys = jax.tree.map(mesh.vary_like, twice, rows)
@@ -216,11 +216,6 @@ def _check_sums(
                 f"the same on every rank of {axis_name!r}{_where(path)}. Ranks are summed here, "
                 "once: leave out a psum of your own."
             )
-
-
-def _double(leaf: Any) -> jax.ShapeDtypeStruct:
-    rows, *rest = jnp.shape(leaf)
-    return jax.ShapeDtypeStruct((2 * rows, *rest), jnp.result_type(leaf))
 
 
 def _find_dependent(program: Any, inputs: Sequence[Any]) -> list[bool]:
