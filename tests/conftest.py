@@ -19,8 +19,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("PYTHONWARNINGS", TORN_ENTRY)
 
 # Thousands of tiny programs run once each: LLVM's optimizations and, where XLA lets us choose, its
-# emitters of fusions are half of what they cost. `XLA_FLAGS='' make test` compiles as users do.
-QUICK = ["--xla_backend_optimization_level=0"]
+# emitters of fusions are half of what they cost, and a tenth goes into splitting each for LLVM's
+# threads. `XLA_FLAGS='' make test` compiles as users do.
+QUICK = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 if version("jaxlib").startswith("0.10."):  # 0.12 has no such flag, and an unknown one is fatal
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK))

@@ -54,6 +54,7 @@ class Mutation:
 
 
 SUMS = "weighting/test_sums.py"
+BETWEEN = "weighting/test_between_steps.py"
 CORNERS = "weighting/test_gradient_corners.py"
 PIECES = "weighting/test_gradient_pieces.py"
 KEPT = "weighting/test_kept_state.py"
@@ -175,6 +176,22 @@ MUTATIONS = [
             "return max(stream.rows_per_rank for stream in streams)",
             "return max(0 if s.ended else s.rows_per_rank for s in streams)",
             "data/test_join_sizes.py::test_a_stream_that_begins_again_makes_room_for_its_rows",
+        ),
+    ),
+    *of(
+        "weighting/between_steps.py",
+        (BETWEEN,),
+        (
+            "sums that starve the step that they are made of",
+            "    wait_for_all(leaves)",
+            "    leaves.clear()",
+            f"{BETWEEN}::test_what_it_needs_is_waited_for_where_more_would_starve_it",
+        ),
+        (
+            "a dozen programs for one addition",
+            "return _compiled(compute)(*arguments)",
+            "return compute(*arguments)",
+            f"{BETWEEN}::test_each_operation_is_one_program",
         ),
     ),
     *of(

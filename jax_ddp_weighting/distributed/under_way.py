@@ -14,7 +14,8 @@ STEPS_UNDER_WAY = 2
 XLA's CPU client has a thread for each device, and lets 32 computations of a device be in flight.
 Whoever launches the next one waits in one of those threads, which the steps in flight need to meet
 in their collectives: XLA waits 40 s for the last one, and aborts the process. What users compute
-from a report that is not there yet, such as a sum of losses, counts too: 15 such for each step.
+of a report that is not there yet counts too: 15 operations of theirs for each step. Ours wait for
+what they need.
 """
 
 _under_way: deque[Any] = deque()
@@ -29,6 +30,16 @@ def hold_back(newest: Any) -> None:
         oldest = _under_way.popleft()
         if not oldest.is_deleted():
             _wait_until_ready(oldest)
+
+
+def wait_for_all(arrays: Iterable[Any]) -> None:
+    """Waits for those that several CPU devices hold, before something is computed of them."""
+    for each in arrays:
+        if not isinstance(each, jax.Array) or isinstance(each, Tracer) or each.is_deleted():
+            continue
+        devices = each.sharding.device_set
+        if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+            _wait_until_ready(each)
 
 
 def list_under_way() -> list[Any]:

@@ -70,12 +70,7 @@ def as_wide(value: Any) -> Array:
     Raises:
         OverflowError: integers on the host are too large for JAX, which would cut them.
     """
-    if is_too_wide(value):
-        raise OverflowError(
-            f"WeightedSum: integers must fit into {largest_integer().bit_length() + 1} bits, got "
-            f"{np.max(np.abs(np.asarray(value, object)))}. Add up on the host what is larger, or "
-            "switch jax_enable_x64 on."
-        )
+    check_width(value)
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jnp.inexact):
         return value.astype(widen(jnp.float32, value.dtype))
@@ -85,6 +80,16 @@ def as_wide(value: Any) -> Array:
         return value.astype(jnp.int64)
     # uint32 too: from 2**31 on it comes out negative, and a negative weight is a bad one
     return value.astype(jnp.int32)
+
+
+def check_width(value: Any) -> None:
+    """Raises `OverflowError` for integers on the host that are too large for JAX."""
+    if is_too_wide(value):
+        raise OverflowError(
+            f"WeightedSum: integers must fit into {largest_integer().bit_length() + 1} bits, got "
+            f"{np.max(np.abs(np.asarray(value, object)))}. Add up on the host what is larger, or "
+            "switch jax_enable_x64 on."
+        )
 
 
 def largest_integer() -> int:

@@ -54,7 +54,7 @@ from jax_ddp_weighting.weighting.rank_gradient import (
     pull_back,
 )
 from jax_ddp_weighting.weighting.statistics import Statistics, sum_statistics
-from jax_ddp_weighting.weighting.sums import WeightedSum, divide
+from jax_ddp_weighting.weighting.sums import WeightedSum, divide, find_means
 
 OVERWRITTEN = "_overwrite_with_gradient"
 """flax's collection of what is no parameter: the "gradient" of such a leaf is its new value."""
@@ -90,12 +90,7 @@ class GlobalLoss:
     @property
     def means(self) -> dict[str, Array]:
         """Each term over its divisor, or else its weight, before its coefficient; 0 over 0."""
-        return {
-            name: divide(term.whole().total, self.divisors[name])
-            if name in self.divisors
-            else term.mean()
-            for name, term in self.terms.items()
-        }
+        return find_means(self.terms, self.divisors)
 
 
 def value_and_grad(

@@ -5,6 +5,7 @@ labels, class weights, token weights, fractional weights.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,11 +20,13 @@ from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting.distributed import mesh
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import check_not_cut, check_not_lost
+from jax_ddp_weighting.weighting.between_steps import in_one_program
 from jax_ddp_weighting.weighting.counts import (
     DOES_NOT_FIT,
     LARGEST,
     add_checked,
     as_wide,
+    check_width,
     is_bad,
     is_too_wide,
     psum_checked,
@@ -97,7 +100,9 @@ class WeightedSum:
                     f"{np.shape(more)}. Sums of other classes or bins do not add."
                 )
         if any(isinstance(each, jax.Array) for each in (*totals, *weights)):
-            total, weight = add_checked(totals, weights)
+            for each in (*totals, *weights):
+                check_width(each)
+            total, weight = in_one_program(add_checked, totals, weights)
         else:  # on the host: Python's numbers have no end, and numpy's are as wide as need be
             total, weight = _add_on_host(*totals), _add_host_weights(*weights)
         beyond = [each.beyond for each in (self, other) if each.beyond is not None]
@@ -115,19 +120,7 @@ class WeightedSum:
 
     def whole(self) -> "WeightedSum":
         """The same with nothing left `beyond`: as floats, if anything may be."""
-        total, weight = (
-            # no integer of JAX's holds it, and all that comes of it is a mean
-            as_wide(np.asarray(each, np.float64) if is_too_wide(each) else each)
-            for each in (self.total, self.weight)
-        )
-        if self.beyond is None:
-            return WeightedSum(total, weight)
-        return WeightedSum(
-            *(
-                each.astype(widened_dtype(each, rest)) + rest
-                for each, rest in ((total, self.beyond.total), (weight, self.beyond.weight))
-            )
-        )
+        return in_one_program(_make_whole, _in_floats(self))
 
     def mean(self) -> Array:
         """`total / weight`; 0, with gradient 0, where the weight is 0. The weight gets none.
@@ -135,9 +128,7 @@ class WeightedSum:
         NaN where the weight is negative, NaN or infinite. Elementwise, in the shape of `total`.
         """
         check_shapes(self, caller="WeightedSum.mean")
-        whole = self.whole()
-        mean = divide(whole.total, whole.weight)
-        return jnp.where(is_bad(whole.weight), jnp.nan, mean).astype(mean.dtype)
+        return in_one_program(_find_mean, _in_floats(self))
 
     def once(self, value: Any) -> "WeightedSum":
         """A term that is counted once per step and divided by nothing, such as a regulariser.
@@ -340,6 +331,51 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
     else:  # no label can be it, and JAX would wrap it around to a class
         valid = ~mesh.zeros_like(labels, bool)
     return jnp.where(valid, labels, jnp.zeros((), labels.dtype)), valid.astype(jnp.int32)
+
+
+def find_means(terms: Mapping[str, WeightedSum], divisors: Mapping[str, Any]) -> dict[str, Array]:
+    """Each term's mean, over its divisor where it has one and over its weight where not."""
+    for each in terms.values():
+        check_shapes(each, caller="WeightedSum.mean")
+    return in_one_program(
+        _find_means, {name: _in_floats(each) for name, each in terms.items()}, dict(divisors)
+    )
+
+
+def _find_means(terms: dict[str, WeightedSum], divisors: dict[str, Any]) -> dict[str, Array]:
+    return {
+        name: divide(_make_whole(each).total, divisors[name])
+        if name in divisors
+        else _find_mean(each)
+        for name, each in terms.items()
+    }
+
+
+def _in_floats(each: WeightedSum) -> WeightedSum:
+    """The same; in floats what no integer of JAX's holds, since all that comes of it is a mean."""
+    total, weight = (
+        np.asarray(value, np.float64) if is_too_wide(value) else value
+        for value in (each.total, each.weight)
+    )
+    return WeightedSum(total, weight, each.beyond)
+
+
+def _make_whole(each: WeightedSum) -> WeightedSum:
+    total, weight = as_wide(each.total), as_wide(each.weight)
+    if each.beyond is None:
+        return WeightedSum(total, weight)
+    return WeightedSum(
+        *(
+            kept.astype(widened_dtype(kept, rest)) + rest
+            for kept, rest in ((total, each.beyond.total), (weight, each.beyond.weight))
+        )
+    )
+
+
+def _find_mean(each: WeightedSum) -> Array:
+    whole = _make_whole(each)
+    mean = divide(whole.total, whole.weight)
+    return jnp.where(is_bad(whole.weight), jnp.nan, mean).astype(mean.dtype)
 
 
 def divide(total: Any, weight: Any) -> Array:
