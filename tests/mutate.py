@@ -54,7 +54,7 @@ class Mutation:
 
 
 SUMS = "weighting/test_sums.py"
-BETWEEN = "weighting/test_between_steps.py"
+BETWEEN = "distributed/test_between_steps.py"
 CORNERS = "weighting/test_gradient_corners.py"
 PIECES = "weighting/test_gradient_pieces.py"
 KEPT = "weighting/test_kept_state.py"
@@ -179,7 +179,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "weighting/between_steps.py",
+        "distributed/between_steps.py",
         (BETWEEN,),
         (
             "sums that starve the step that they are made of",

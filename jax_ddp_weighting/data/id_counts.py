@@ -13,6 +13,7 @@ from jax_ddp_weighting._arguments import (
     check_limit,
     check_num_replicas,
 )
+from jax_ddp_weighting.distributed.between_steps import in_one_program
 from jax_ddp_weighting.distributed.mesh import AxisName, axis_size
 from jax_ddp_weighting.distributed.placement import device_ids
 from jax_ddp_weighting.sampling.audit import LISTED, EpochAudit
@@ -115,38 +116,11 @@ class IdCounts:
                 f"IdCounts.add: ids must have the shape of weights, and rows that divide by {here}"
                 f" ranks, got {ids.shape} and {weights.shape}."
             )
-        ids, weights = jnp.reshape(ids, (here, -1)), weights.reshape(here, -1)
-        if ids.dtype.itemsize < 4:
-            ids = ids.astype(jnp.int32)  # so that it can be compared with the length
-        accepted = jnp.asarray(weights > 0)
-        inside = (ids >= 0) & (ids <= self.num_examples - 1) & accepted
-        # out of range of all parts; a cast of what is inside cuts nothing
-        own = jnp.where(inside, ids, 0).astype(jnp.uint32)
-        parts = self._times.shape[1]
+        if not isinstance(weights, jax.Array):
+            weights = _judge(weights)
         if axis_name is None:
-            first, everything = jnp.uint32(0), (own, inside)
-            parts *= here
-        else:
-            # modulo 2**32, in which what lies before this rank's part lies far beyond it
-            first = jax.lax.axis_index(axis_name).astype(jnp.uint32) * jnp.uint32(parts)
-            everything = jax.lax.all_gather((own, inside), axis_name, axis=0, tiled=True)
-        place = everything[0] - first
-        place = jnp.where(everything[1] & (place < parts), place, parts)
-        times = self._times.reshape(-1).at[place.reshape(-1)].add(jnp.uint32(1), mode="drop")
-
-        def count(before: Array, found: Array) -> Array:
-            after = before + found.sum(axis=1, dtype=jnp.uint32)
-            return jnp.where(after < before, jnp.uint32(_MOST), after)  # no wrap unseen
-
-        return IdCounts(
-            self.num_examples,
-            self.num_replicas,
-            times.reshape(self._times.shape),
-            count(self._slots, jnp.ones_like(accepted)),
-            count(self._accepted, accepted),
-            count(self._beyond, accepted & ~inside),
-            self._unlike | ((weights != 0) & (weights != 1)).any(axis=1),
-        )
+            return in_one_program(_add_slots, self, ids, weights)
+        return _add_slots(self, ids, weights, axis_name)
 
     def audit(self, *, epoch: int | None = None, limit: int = LISTED) -> EpochAudit:
         """What was read, as `audit_ids` says it: waits for the devices.
@@ -195,3 +169,49 @@ class IdCounts:
             weight_range=(int(times.min()), int(times.max())) if len(times) else (0, 0),
             epoch=epoch,
         )
+
+
+def _judge(weights: Any) -> tuple[Any, Any]:
+    """Which slots are accepted, and which have a weight that is neither 0 nor 1."""
+    return weights > 0, (weights != 0) & (weights != 1)
+
+
+def _add_slots(
+    counts: IdCounts, ids: Array, weights: Any, axis_name: AxisName | None = None
+) -> IdCounts:
+    here = counts._slots.shape[0]
+    accepted, unlike = (
+        jnp.reshape(each, (here, -1))
+        for each in (_judge(weights) if isinstance(weights, jax.Array) else weights)
+    )
+    ids = jnp.reshape(ids, (here, -1))
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(jnp.int32)  # so that it can be compared with the length
+    inside = (ids >= 0) & (ids <= counts.num_examples - 1) & accepted
+    # out of range of all parts; a cast of what is inside cuts nothing
+    own = jnp.where(inside, ids, 0).astype(jnp.uint32)
+    parts = counts._times.shape[1]
+    if axis_name is None:
+        first, everything = jnp.uint32(0), (own, inside)
+        parts *= here
+    else:
+        # modulo 2**32, in which what lies before this rank's part lies far beyond it
+        first = jax.lax.axis_index(axis_name).astype(jnp.uint32) * jnp.uint32(parts)
+        everything = jax.lax.all_gather((own, inside), axis_name, axis=0, tiled=True)
+    place = everything[0] - first
+    place = jnp.where(everything[1] & (place < parts), place, parts)
+    times = counts._times.reshape(-1).at[place.reshape(-1)].add(jnp.uint32(1), mode="drop")
+
+    def count(before: Array, found: Array) -> Array:
+        after = before + found.sum(axis=1, dtype=jnp.uint32)
+        return jnp.where(after < before, jnp.uint32(_MOST), after)  # no wrap unseen
+
+    return IdCounts(
+        counts.num_examples,
+        counts.num_replicas,
+        times.reshape(counts._times.shape),
+        count(counts._slots, jnp.ones_like(accepted)),
+        count(counts._accepted, accepted),
+        count(counts._beyond, accepted & ~inside),
+        counts._unlike | unlike.any(axis=1),
+    )

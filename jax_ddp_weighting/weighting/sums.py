@@ -18,9 +18,9 @@ from jaxtyping import Array
 
 from jax_ddp_weighting._arguments import check_integer
 from jax_ddp_weighting.distributed import mesh
+from jax_ddp_weighting.distributed.between_steps import in_one_program
 from jax_ddp_weighting.distributed.mesh import AxisName
 from jax_ddp_weighting.distributed.placement import check_not_cut, check_not_lost
-from jax_ddp_weighting.weighting.between_steps import in_one_program
 from jax_ddp_weighting.weighting.counts import (
     DOES_NOT_FIT,
     LARGEST,

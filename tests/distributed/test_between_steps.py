@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_ddp_weighting import GlobalLoss, WeightedSum, data_mesh
-from jax_ddp_weighting.distributed import under_way
-from jax_ddp_weighting.weighting import between_steps
+from jax_ddp_weighting import GlobalLoss, IdCounts, WeightedSum, data_mesh
+from jax_ddp_weighting.distributed import between_steps, under_way
 
 OPERATIONS = {
     "add": lambda one, more: one + more,
@@ -57,6 +56,23 @@ def test_each_operation_is_one_program(name, programs):
     assert len(programs) == made + 1
     jax.tree.map(lambda leaf: leaf + 1, one)  # that others are counted
     assert len(programs) > made + 1
+
+
+def test_ids_of_a_step_are_counted_in_one_program(programs):
+    jax.clear_caches()
+    counts = jax.tree.map(replicated, IdCounts.zeros(11, 4))
+    held = jax.NamedSharding(data_mesh(4), PartitionSpec("data"))
+    made, seen = len(programs), []
+    for first in range(0, 12, 4):
+        ids = np.arange(first, first + 4)
+        weights = (ids < 11).astype(np.int32)
+        seen.append(jax.device_put((ids.astype(np.int32), weights), held))
+    counts = counts.add(*seen[0])
+    assert len(programs) == made + 1
+    for ids, weights in seen[1:]:
+        counts = counts.add(ids, weights)
+    assert counts.audit().exactly_once
+    assert not counts.add(*seen[0]).audit().exactly_once
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

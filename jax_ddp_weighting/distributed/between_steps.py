@@ -1,4 +1,4 @@
-"""What is computed of sums between the steps: each operation one program, and one under way."""
+"""What is computed between the steps: each operation one program, and one under way."""
 
 from collections.abc import Callable
 from functools import cache
