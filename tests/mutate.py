@@ -179,6 +179,16 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "data/id_counts.py",
+        (BETWEEN, "data/test_id_counts.py"),
+        (
+            "twenty programs for the ids of a step",
+            "return in_one_program(_add_slots, self, ids, weights)",
+            "return _add_slots(self, ids, weights)",
+            f"{BETWEEN}::test_ids_of_a_step_are_counted_in_one_program",
+        ),
+    ),
+    *of(
         "distributed/between_steps.py",
         (BETWEEN,),
         (
@@ -189,8 +199,8 @@ MUTATIONS = [
         ),
         (
             "a dozen programs for one addition",
-            "return _compiled(compute)(*arguments)",
-            "return compute(*arguments)",
+            "return _compiled(compute)(*structure.unflatten(arrays))",
+            "return compute(*structure.unflatten(arrays))",
             f"{BETWEEN}::test_each_operation_is_one_program",
         ),
     ),

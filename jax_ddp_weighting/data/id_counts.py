@@ -11,6 +11,7 @@ from jaxtyping import Array
 from jax_ddp_weighting._arguments import (
     check_integer,
     check_limit,
+    check_not_masked,
     check_num_replicas,
 )
 from jax_ddp_weighting.distributed.between_steps import in_one_program
@@ -85,10 +86,12 @@ class IdCounts:
             An `IdCounts`.
 
         Raises:
-            TypeError: ids are no integers.
+            TypeError: ids are no integers, or ids or weights are masked.
             ValueError: shapes are not as they must be, an id on the host is cut by the device, or
                 the axis is not mapped here or of another size.
         """
+        check_not_masked("IdCounts.add: ids", ids)
+        check_not_masked("IdCounts.add: weights", weights)
         ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
         if not isinstance(weights, jax.Array):
             weights = np.asarray(weights)  # compared as they are: a device would cut small ones

@@ -5,6 +5,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jax_ddp_weighting.distributed.under_way import wait_for_all
@@ -22,11 +24,13 @@ def in_one_program(compute: Callable[..., T], *arguments: Any) -> T:
         compute: a function of a module, of arrays and pytrees of them.
         *arguments: what it is given.
     """
-    leaves = jax.tree.leaves(arguments)
+    leaves, structure = jax.tree.flatten(arguments)
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return compute(*arguments)
     wait_for_all(leaves)
-    return _compiled(compute)(*arguments)
+    # `jit` would take a masked array for what lies under its mask, where `asarray` refuses it
+    arrays = [jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    return _compiled(compute)(*structure.unflatten(arrays))
 
 
 @cache

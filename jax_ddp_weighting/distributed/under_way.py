@@ -35,7 +35,7 @@ def hold_back(newest: Any) -> None:
 def wait_for_all(arrays: Iterable[Any]) -> None:
     """Waits for those that several CPU devices hold, before something is computed of them."""
     for each in arrays:
-        if not isinstance(each, jax.Array) or isinstance(each, Tracer) or each.is_deleted():
+        if not isinstance(each, jax.Array) or each.is_deleted():
             continue
         devices = each.sharding.device_set
         if len(devices) > 1 and next(iter(devices)).platform == "cpu":

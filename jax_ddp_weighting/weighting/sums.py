@@ -335,8 +335,8 @@ def valid_labels(labels: Array, ignore_index: int = -100) -> tuple[Array, Array]
 
 def find_means(terms: Mapping[str, WeightedSum], divisors: Mapping[str, Any]) -> dict[str, Array]:
     """Each term's mean, over its divisor where it has one and over its weight where not."""
-    for each in terms.values():
-        check_shapes(each, caller="WeightedSum.mean")
+    for name in terms.keys() - divisors.keys():
+        check_shapes(terms[name], caller="WeightedSum.mean")
     return in_one_program(
         _find_means, {name: _in_floats(each) for name, each in terms.items()}, dict(divisors)
     )

@@ -105,3 +105,12 @@ def test_what_cannot_be_counted_is_refused():
         jax.vmap(lambda i: counts.add(i, i, "data"), axis_name="data")(np.zeros((3, 2), np.int32))
     with pytest.raises(ValueError, match="counts must be those of 1 ranks here, got 2"):
         jax.vmap(lambda i: counts.add(i, i, "data"), axis_name="data")(ids)
+
+
+@pytest.mark.parametrize("name", ["ids", "weights"])
+def test_masked_slots_are_refused(name):
+    given = {"ids": np.arange(4), "weights": np.ones(4, np.int32)}
+    assert IdCounts.zeros(4, 2).add(**given).audit().exactly_once
+    given[name] = np.ma.array(given[name], mask=[False, False, False, True])
+    with pytest.raises(TypeError, match=rf"IdCounts\.add: {name} must not be masked"):
+        IdCounts.zeros(4, 2).add(**given)

@@ -1,6 +1,7 @@
 """What users compute of reports between the steps: one program each, and one of them under way."""
 
 from threading import Event
+from types import SimpleNamespace
 
 import jax
 import jax.monitoring
@@ -94,7 +95,8 @@ class Late:
 
     def __init__(self, monkeypatch):
         self.may_come = Event()
-        monkeypatch.setattr(under_way.time, "sleep", lambda seconds: self.may_come.set())
+        waiting = SimpleNamespace(sleep=lambda seconds: self.may_come.set())  # nobody else's sleep
+        monkeypatch.setattr(under_way, "time", waiting)
         shape = jax.ShapeDtypeStruct((1,), np.float32)
 
         def on_rank(x):
@@ -149,12 +151,28 @@ def test_many_sums_of_an_unfinished_step_add_up(late):
     np.testing.assert_array_equal(whole.weight, [100])
 
 
+def test_a_term_with_a_divisor_has_a_mean_whatever_its_weights_shape():
+    term = WeightedSum(jnp.float32(6), jnp.ones(2, jnp.int32))
+    assert float(GlobalLoss(0.0, {"a": term}, divisors={"a": 3.0}).means["a"]) == 2.0
+    with pytest.raises(ValueError, match=r"WeightedSum\.mean: weight must have the shape of total"):
+        GlobalLoss(0.0, {"a": term}).means
+
+
 def test_one_device_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(under_way, "_wait_until_ready", lambda array: pytest.fail("waited"))
     one = WeightedSum(jnp.float32(3), jnp.int32(2))
     assert float((one + one).mean()) == 1.5
     host = WeightedSum(3.0, 2)
     assert float((host + one).mean()) == 1.5
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_masked_numbers_are_refused_and_not_read(name):
+    masked = WeightedSum(np.ma.array([1.0, 9.0], mask=[False, True]), jnp.ones(2))
+    with pytest.raises(ValueError, match="masked arrays are not supported"):
+        OPERATIONS[name](masked, masked)
+    held = WeightedSum(np.array([1.0, 9.0]), jnp.ones(2))
+    OPERATIONS[name](held, held)
 
 
 def test_integers_that_jax_would_cut_are_refused_or_divided_as_floats():
