@@ -1,5 +1,7 @@
 """Uneven streams over several processes: every rank stops with the same sentence, none hangs."""
 
+import re
+
 import processes
 
 # Three processes, so that a survivor has somebody to agree with. One launch checks all: the last
@@ -152,7 +154,8 @@ TOLD = {
         "all ranks must have one form of rows and one convention, got name is 'epoch 1' on "
         "process 2, 'epoch 0' on processes 0, 1",
     ),
-    "killed": (2, "rank 2 (process 2) absent at step 2, the devices say: "),
+    # it is gone before step 2, which the others know before or after the batch of step 1
+    "killed": ("[12]", "rank 2 (process 2) absent at step 2, the devices say: "),
 }
 
 
@@ -160,18 +163,19 @@ def test_uneven_streams_over_processes_end_together_whatever_happens():
     ended = processes.launch(PROGRAM, 3, timeout_s=100, heartbeat_s=30)
     assert ended[2].code == -9, ended[2]
     for rank, each in enumerate(ended):
-        starts = [*SAME]
+        starts = [re.escape(line) for line in SAME]
         starts += [
-            f"{name} {steps} True join_batches: {text}" for name, (steps, text) in TOLD.items()
+            f"{name} {steps} True {re.escape(f'join_batches: {text}')}"
+            for name, (steps, text) in TOLD.items()
         ]
         if rank < 2:  # before the last, in which rank 2 is killed
-            starts[-1:-1] = ["two of three 2 no error", *["keys left []"][rank:]]
+            starts[-1:-1] = ["two of three 2 no error", *[r"keys left \[\]"][rank:]]
         else:
             del starts[-1]
         lines = each.out.splitlines()
         assert len(lines) == len(starts), each
         for line, start in zip(lines, starts, strict=True):
-            assert line.startswith(start), (start, each)
+            assert re.match(start, line), (start, each)
 
 
 LEFT = r"""
