@@ -20,7 +20,8 @@ def main() -> int:
     if hasattr(signal, "SIGPIPE"):  # end without complaint where the reader has gone, as head does
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     arguments = sys.argv[1:]
-    if arguments[:1] in (["parity"], ["diagnose"]):  # they run code of the user's own
+    # those run code of the user's own, unless they are asked what they do
+    if arguments[:1] in (["parity"], ["diagnose"]) and "--help" not in arguments:
         name = f"jax-ddp-weighting {arguments[0]}"
         return supervision.run_apart(name, lambda: app.run(arguments))
     return app.run(arguments)

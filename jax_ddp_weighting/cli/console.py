@@ -4,18 +4,33 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from math import isfinite
-from typing import Any
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+# Where answers go: a stream of their own, where users' threads may print at any time; else, and
+# for None, `sys.stdout` as it is then.
+_answers: ContextVar[TextIO | None] = ContextVar("answers", default=None)
+
+
+@contextmanager
+def answers_on(stream: TextIO) -> Iterator[None]:
+    """A block whose answers go to a stream, and not to standard output."""
+    token = _answers.set(stream)
+    try:
+        yield
+    finally:
+        _answers.reset(token)
+
 
 def print_json(document: Any) -> None:
-    """One JSON document on standard output; numbers that JSON lacks, such as NaN, as text."""
-    print(json.dumps(_plain(document), indent=2, allow_nan=False))
+    """One JSON document as the answer; numbers that JSON lacks, such as NaN, as text."""
+    print(json.dumps(_plain(document), indent=2, allow_nan=False), file=_answers.get())
 
 
 def _plain(value: Any) -> Any:
@@ -28,7 +43,8 @@ def _plain(value: Any) -> Any:
 
 def print_line(text: str = "") -> None:
     """A line, not folded: it may be searched or cut by other programs."""
-    Console(highlight=False, markup=False, soft_wrap=True).print(_printable(text))
+    console = Console(file=_answers.get(), highlight=False, markup=False, soft_wrap=True)
+    console.print(_printable(text))
 
 
 def _printable(text: str) -> str:
@@ -44,7 +60,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
         table.add_column(column, justify="left" if words else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(format_value, row))
-    console = Console(highlight=False, markup=False)
+    console = Console(file=_answers.get(), highlight=False, markup=False)
     console.print(title, style="bold", soft_wrap=True)
     # as wide as its numbers, which must not be cut where nothing says how wide the screen is
     wanted = console.measure(table, options=console.options.update_width(1000)).maximum

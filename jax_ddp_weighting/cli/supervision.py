@@ -8,6 +8,7 @@ from collections.abc import Callable
 from threading import Thread
 from types import FrameType
 
+from jax_ddp_weighting.cli.console import answers_on
 from jax_ddp_weighting.cli.options import BAD_INPUT
 
 
@@ -18,9 +19,9 @@ def run_apart(name: str, command: Callable[[], int]) -> int:
     place, and the status that it leaves would pass for a verdict. The rule: an answer is what the
     command said through a pipe of ours, and nothing else.
 
-    Standard output is the answer's alone. For everybody else in that process descriptor 1 is
-    standard error, to the end of the process: threads, children and what runs at exit write when
-    they like.
+    Standard output is the answer's alone, and only `console` writes to it. For everybody else in
+    that process both `sys.stdout` and descriptor 1 are standard error, to the end of the process:
+    threads, children and what runs at exit write when they like.
 
     Args:
         name: how the command is called, for the error.
@@ -73,11 +74,11 @@ def run_apart(name: str, command: Callable[[], int]) -> int:
 
 def _answer(command: Callable[[], int], tell: int) -> int:
     out = sys.stdout
-    sys.stdout = os.fdopen(os.dup(1), "w", encoding=out.encoding, errors=out.errors)
-    os.dup2(2, 1)
-    status = command()
-    sys.stdout.close()
-    sys.stdout = sys.stderr
+    with os.fdopen(os.dup(1), "w", encoding=out.encoding, errors=out.errors) as answers:
+        os.dup2(2, 1)
+        with answers_on(answers):
+            status = command()
+    sys.stdout = sys.stderr  # its own may be closed by now
     os.write(tell, bytes([status]))
     return status
 
