@@ -7,8 +7,10 @@ one.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.dtypes import canonicalize_dtype
@@ -183,6 +185,7 @@ def batch_statistics(
     return (mean, var), present
 
 
+@partial(jax.jit, inline=True)
 def _square(x: Array) -> Array:
     return (x * jnp.conj(x)).real
 
@@ -227,6 +230,7 @@ def choose(present: Array, first: Any, second: Any) -> Any:
     return tuple(jnp.where(present, a, b) for a, b in zip(first, second, strict=True))
 
 
+@partial(jax.jit, static_argnames=("features", "dtype"), inline=True)
 def normalise(
     x: Array,
     mean: Array,

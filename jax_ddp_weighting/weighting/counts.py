@@ -10,6 +10,7 @@ itself. A sum that is only checked is cheaper still, and would refuse steps that
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -109,6 +110,7 @@ def is_too_wide(value: Any, end: int | None = None) -> bool:
     return bool(array.max() > end or array.min() < -end - 1)
 
 
+@partial(jax.jit, inline=True)
 def is_bad(weights: Array) -> Array:
     """Which weights cannot count: those negative, NaN or infinite."""
     bad = ~(weights >= 0)
@@ -120,6 +122,7 @@ def as_sum(value: Array) -> Sum:
     return Count(value >> 16, value & 0xFFFF) if value.dtype == jnp.int32 else value
 
 
+@partial(jax.jit, static_argnames="axis", inline=True)
 def sum_weights(weights: Array, axis: tuple[int, ...] | None = None) -> tuple[Sum, Array]:
     """The sum of all weights that can count, exact for integers, and how many cannot.
 
@@ -153,6 +156,7 @@ def to_divisor(total: Sum) -> Array:
     return total.as_float() if isinstance(total, Count) else total
 
 
+@partial(jax.jit, inline=True)
 def to_report(total: Sum) -> tuple[Array, Array | None]:
     """The sum as one number, and in float32 what that number leaves out.
 

@@ -1,6 +1,7 @@
 """What a step is divided by: the weights of its terms over all rows, microbatches and ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -120,6 +121,15 @@ def to_denominators(
         divisors_of: of the weights, stretched so, the divisors of the terms that have one. One that
             is negative, NaN or infinite is as bad as such a weight.
     """
+    pulling = frozenset(
+        name for name in step.terms if coefficients is None or has_gradient(coefficients[name])
+    )
+    found = _divide_by_weights(step, pulling)
+    return found if divisors_of is None else _divide_otherwise(found, divisors_of(found.terms))
+
+
+@partial(jax.jit, static_argnames="pulling", inline=True)
+def _divide_by_weights(step: StepWeights, pulling: frozenset[str]) -> Denominators:
     bad = step.bad
     for each in step.terms.values():
         if not isinstance(each, Count) and jnp.issubdtype(each.dtype, jnp.floating):
@@ -131,16 +141,14 @@ def to_denominators(
     reported = {name: to_report(each) for name, each in sums.terms.items()}
     if sums.missing is not None and sums.present is not None:
         stretch = 1 + divide(to_divisor(sums.missing), to_divisor(sums.present))
-        factors = coefficients or {"loss": 1.0}
         for name in terms:
-            if has_gradient(factors[name]):  # a metric is a mean over what is there
+            if name in pulling:  # a metric is a mean over what is there
                 terms[name] = terms[name] * stretch
                 reported[name] = terms[name], None
     accepted = None if sums.accepted is None else to_report(sums.accepted)[0]
     weights = {name: weight for name, (weight, _) in reported.items()}
     beyond = {name: rest for name, (_, rest) in reported.items()}
-    found = Denominators(bad, accepted, terms, weights, beyond)
-    return found if divisors_of is None else _divide_otherwise(found, divisors_of(terms))
+    return Denominators(bad, accepted, terms, weights, beyond)
 
 
 def _divide_otherwise(found: Denominators, divisors: dict[str, Array]) -> Denominators:

@@ -222,7 +222,7 @@ def weighted_sum(
     if weights is None:
         return _count_all(losses, axes)
     _check_on_host(weights, "weights", caller="weighted_sum")
-    weights = lax.stop_gradient(jnp.asarray(weights))
+    weights = jnp.asarray(weights)
     if jnp.issubdtype(weights.dtype, jnp.complexfloating):
         raise TypeError(
             f"weighted_sum: weights must be real numbers, got {weights.dtype}. They say how much "
@@ -234,6 +234,13 @@ def weighted_sum(
             f"losses {losses.shape}. Reduce the losses to one per example, or spell the weights "
             "out per token."
         )
+    return WeightedSum(*_sum_weighted(losses, weights, axes))
+
+
+@partial(jax.jit, static_argnames="axes", inline=True)
+def _sum_weighted(losses: Array, weights: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """The total and the weight: one program, where thirty of an operation each were launched."""
+    weights = lax.stop_gradient(weights)
     fractional = jnp.issubdtype(weights.dtype, jnp.inexact)
     # float32 at least: bfloat16 stops counting at 256
     wide = widened_dtype(weights)
@@ -247,7 +254,7 @@ def weighted_sum(
     weights = jnp.where(is_bad(weights), 0, weights).astype(dtype)
     # a scalar 0: zeros made like the losses forget how they lie over Explicit axes
     kept = jnp.where(weights != 0, losses, jnp.zeros((), losses.dtype)).astype(dtype)
-    return WeightedSum(jnp.sum(kept * weights, axis=axes), to_weight(weight, bad, wide))
+    return jnp.sum(kept * weights, axis=axes), to_weight(weight, bad, wide)
 
 
 def _check_on_host(values: Any, name: str, *, caller: str) -> None:
@@ -383,7 +390,12 @@ def divide(total: Any, weight: Any) -> Array:
 
     No gradient flows into the weight: what a row counts is decided, not learned.
     """
-    total, weight = jnp.asarray(total), lax.stop_gradient(jnp.asarray(weight))
+    return _divide(jnp.asarray(total), jnp.asarray(weight))
+
+
+@partial(jax.jit, inline=True)
+def _divide(total: Array, weight: Array) -> Array:
+    weight = lax.stop_gradient(weight)
     floating = jnp.issubdtype(total.dtype, jnp.inexact)
     dtype = widen(jnp.float32, total.dtype) if floating else jnp.result_type(float)
     empty = weight == 0
