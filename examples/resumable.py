@@ -13,11 +13,11 @@ one image that counts twice makes a hundred times as much.
 """
 
 import argparse
+import multiprocessing
 import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 
@@ -37,6 +37,9 @@ import jax_ddp_weighting as jdw
 TRAIN, EPOCHS = 1437, 2
 ROWS = 60  # rows per step over all ranks: divides by 1, 3 and 4 ranks, but not the images
 SAVED_EVERY = 5  # steps
+
+FORKED = multiprocessing.get_context("forkserver")  # which imports JAX once, and makes no device
+FORKED.set_forkserver_preload(["flax.training.train_state", "jax", "optax"])
 
 
 class Classifier(nn.Module):
@@ -99,23 +102,26 @@ def train(mesh, folder, on_step=lambda step: None):
     return state
 
 
-def work(options):
-    """One process."""
-    if options.processes > 1:
-        where = options.coordinator, options.processes, options.process
-        jax.distributed.initialize(*where, shutdown_timeout_seconds=80)
+def work(process, processes, devices, coordinator, folder, result, kill_at):
+    """One process, which has made no device yet."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is to end, not to be noted
+    if processes > 1:
+        jax.distributed.initialize(coordinator, processes, process, shutdown_timeout_seconds=80)
     mesh = jdw.data_mesh()
 
     def on_step(step):
-        if step == options.kill_at and jax.process_index() == options.processes - 1:
+        if step == kill_at and process == processes - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    state = train(mesh, options.folder, on_step)
+    state = train(mesh, folder, on_step)
     flat, _ = jax.flatten_util.ravel_pytree(jax.device_get(state.params))
-    if jax.process_index() == 0:
-        np.save(options.result, flat)
-        print(f"{options.processes} x {jax.local_device_count()}: trained", flush=True)
-    if options.processes > 1:
+    if process == 0:
+        np.save(result, flat)
+        print(f"{processes} x {devices}: trained", flush=True)
+    if processes > 1:
         jax.distributed.shutdown()  # a barrier: process 0 holds the service, and leaves last
     sys.stdout.flush()
     os._exit(0)  # now and then XLA's CPU client hangs while the interpreter ends
@@ -126,30 +132,20 @@ def launch(processes, devices, folder, result, kill_at=0):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "JAX_ENABLE_PREEMPTION_SERVICE": "0",  # SIGTERM is to end a process, not to be noted
-    }
-    told = {"processes": processes, "coordinator": coordinator, "kill-at": kill_at}
-    told |= {"folder": folder, "result": result}
-    started = []
-    for process in range(processes):
-        given = [f"--{name}={value}" for name, value in {**told, "process": process}.items()]
-        command = [sys.executable, __file__, *given]
-        started.append(subprocess.Popen(command, env=environment, start_new_session=True))
+    given = processes, devices, coordinator, folder, result, kill_at
+    started = [FORKED.Process(target=work, args=(each, *given)) for each in range(processes)]
+    for process in started:
+        process.start()
     try:
-        started[-1].wait(120)  # the one that is to be killed
-        if started[-1].returncode == 0:
+        started[-1].join(120)  # the one that is to be killed
+        if started[-1].exitcode == 0:
             for process in started:
-                process.wait(120)
+                process.join(120)
     finally:
         for process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    ended = {process.returncode for process in started}
+            process.kill()
+            process.join()
+    ended = {process.exitcode for process in started}
     if ended - {0, -signal.SIGKILL} or (0 in ended) == bool(kill_at):
         raise SystemExit(f"{processes} x {devices} ended otherwise than planned")
 
@@ -157,13 +153,7 @@ def launch(processes, devices, folder, result, kill_at=0):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=None, help="of the steps at which it is killed")
-    for name in ("processes", "process", "kill-at"):
-        parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
-    for name in ("coordinator", "folder", "result"):
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.processes:
-        return work(options)
 
     steps = EPOCHS * -(-TRAIN // ROWS)
     chance = random.Random(options.seed)

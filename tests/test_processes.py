@@ -1,7 +1,8 @@
 """The launcher of several processes: they really meet, and cannot hang the suite."""
 
 import processes
-from programs import run_program
+import pytest
+from programs import run_example, run_program
 
 MEET = """
 import numpy as np
@@ -31,3 +32,16 @@ def test_a_failed_program_shows_its_traceback_and_what_it_had_said():
     ended = processes.launch("print('before')\nraise KeyError(rank)", 1)[0]
     assert (ended.code, ended.out) == (1, "before\n")
     assert "KeyError: 0" in ended.err
+
+
+def test_an_example_that_warns_or_fails_is_seen_to(tmp_path):
+    program = tmp_path / "program.py"
+    for text in (
+        "import warnings\nwarnings.warn('wears out')",
+        "import sys\nsys.exit('wears out')",
+    ):
+        program.write_text(text)
+        with pytest.raises(AssertionError, match="wears out"):
+            run_example(program)
+    program.write_text("import sys\nif __name__ == '__main__':\n    print(*sys.argv[1:])")
+    assert run_example(program, "--rows", "2") == "--rows 2\n"

@@ -1,11 +1,6 @@
 """The gallery prints its table by one command, and every line of it is what is expected."""
 
-import subprocess
-from pathlib import Path
-
-from strict import STRICT
-
-GALLERY = Path(__file__).parents[2] / "examples" / "gallery.py"
+from programs import run_example
 
 # what the step does -> convention, factor, right
 EXPECTED = {
@@ -32,11 +27,7 @@ EXPECTED = {
 
 
 def run(*arguments):
-    # in a process of its own: it chooses its own devices
-    command = [*STRICT, str(GALLERY), *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()
+    return run_example("gallery.py", *arguments).splitlines()
 
 
 def test_the_gallerys_table_is_as_expected():
