@@ -57,7 +57,7 @@ class Normed(nn.Module):
 
 
 NORMED = Normed()
-NORMED_PARAMS = NORMED.init(jax.random.key(0), X)
+NORMED_PARAMS = jax.jit(NORMED.init)(jax.random.key(0), X)
 
 
 def contrastive(params, batch):

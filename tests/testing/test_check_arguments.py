@@ -19,7 +19,7 @@ from jax_ddp_weighting import (
 
 ROWS = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 BATCH = Batch.of(ROWS, np.float32([1, 1, 1, 0]))
-PARAMS = jnp.linspace(-1, 1, 8)
+PARAMS = jnp.asarray(np.linspace(-1, 1, 8), jnp.float32)
 
 
 def loss_fn(params, batch):

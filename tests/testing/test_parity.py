@@ -46,7 +46,7 @@ def loss_fn(params, batch):
 
 
 def network_params(dtype=np.float32):
-    params = NETWORK.init(jax.random.key(0), jnp.asarray(X[:1]))
+    params = jax.jit(NETWORK.init)(jax.random.key(0), jnp.asarray(X[:1]))
     return jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
 
 

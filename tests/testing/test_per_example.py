@@ -43,7 +43,7 @@ def nnx_loss(model, example):
 
 
 def test_the_global_mean_counts_each_linen_example_as_its_weight():
-    params = LINEN.init(jax.random.key(0), X[:1])
+    params = jax.jit(LINEN.init)(jax.random.key(0), X[:1])
     own = per_example_gradients(linen_loss, params, (X, Y))
 
     def loss_fn(params, batch):
@@ -51,12 +51,13 @@ def test_the_global_mean_counts_each_linen_example_as_its_weight():
         losses = jnp.sum((LINEN.apply(params, x) - y) ** 2, axis=-1)
         return weighted_sum(losses, batch.weights)
 
-    _, gradient = value_and_grad(loss_fn)(params, Batch.of((X, Y), WEIGHTS))
+    gradient_of = jax.jit(value_and_grad(loss_fn))
+    _, gradient = gradient_of(params, Batch.of((X, Y), WEIGHTS))
     found = effective_weights(gradient, own)
     np.testing.assert_allclose(found, WEIGHTS / WEIGHTS.sum(), atol=1e-5)
     # and a mean of local means does not, by the same check
-    _, first = value_and_grad(loss_fn)(params, Batch.of((X[:3], Y[:3]), WEIGHTS[:3]))
-    _, last = value_and_grad(loss_fn)(params, Batch.of((X[3:], Y[3:]), WEIGHTS[3:]))
+    _, first = gradient_of(params, Batch.of((X[:3], Y[:3]), WEIGHTS[:3]))
+    _, last = gradient_of(params, Batch.of((X[3:], Y[3:]), WEIGHTS[3:]))
     found = effective_weights(jax.tree.map(lambda a, b: (a + b) / 2, first, last), own)
     halves = np.concatenate([WEIGHTS[:3] / 1.25, WEIGHTS[3:] / 5.5]) / 2
     np.testing.assert_allclose(found, halves, atol=1e-5)

@@ -59,7 +59,7 @@ class Network(nn.Module):
 
 def test_our_own_step_is_right_as_a_black_box_in_a_train_state():
     network = Network()
-    params = network.init(jax.random.key(0), ROWS[:1, :8])
+    params = jax.jit(network.init)(jax.random.key(0), ROWS[:1, :8])
 
     def loss_fn(params, batch):
         return weighted_sum(network.apply(params, batch.data) ** 2, batch.weights)

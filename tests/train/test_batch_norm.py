@@ -170,7 +170,7 @@ def statistics(kind, norm, ranks, name="weights", **options):
     def one(x, accepted):
         if kind == "linen":
             layer = norm(use_running_average=False, momentum=0.0, axis_name="data", **options)
-            variables = layer.init(jax.random.key(0), x)
+            variables = jax.jit(layer.init)(jax.random.key(0), x)
             _, new = layer.apply(variables, x, mutable="batch_stats", **{name: accepted})
             return new["batch_stats"]["mean"], new["batch_stats"]["var"]
         layer = norm(1, momentum=0.0, axis_name="data", rngs=nnx.Rngs(0), **options)
@@ -294,7 +294,7 @@ def test_a_model_that_swaps_the_class_has_the_same_variables():
 @jax.jit
 def kept_statistics(x, weights):
     norm = BatchNorm(use_running_average=False, momentum=0.0)
-    variables = norm.init(jax.random.key(0), x)
+    variables = jax.jit(norm.init)(jax.random.key(0), x)
     return norm.apply(variables, x, weights=weights, mutable="batch_stats")[1]["batch_stats"]
 
 
@@ -378,7 +378,7 @@ def test_more_positions_than_int32_counts(weights):
 def test_large_weights_do_not_wrap_around(weight):
     norm = BatchNorm(use_running_average=False, momentum=0.0, use_fast_variance=False)
     x = jnp.arange(4.0)[:, None, None] * jnp.ones((4, 1024, 1))
-    variables = norm.init(jax.random.key(0), x)
+    variables = jax.jit(norm.init)(jax.random.key(0), x)
     weights = jnp.full((4,), weight)
     _, updates = norm.apply(variables, x, weights=weights, mutable="batch_stats")
     # 4096 terms in float32, in an order of XLA's choice; one that wrapped around would be far off
@@ -389,7 +389,7 @@ def test_groups_of_ranks_are_refused_in_words_where_jax_has_none():
     norm = BatchNorm(
         use_running_average=False, axis_name="data", axis_index_groups=[[0, 1], [2, 3]]
     )
-    variables = norm.init(jax.random.key(0), jnp.ones((2, 3)))
+    variables = jax.jit(norm.init)(jax.random.key(0), jnp.ones((2, 3)))
 
     def make(axis_name):
         return lambda variables, x: norm.apply(variables, x, mutable="batch_stats")[1]
@@ -403,7 +403,7 @@ def test_groups_of_ranks_are_refused_in_words_where_jax_has_none():
 def test_a_weight_that_cannot_count_leaves_the_step_without_weight(bad, fast):
     x = jnp.array([[[1.0], [2.0]], [[4.0], [8.0]]])  # two ranks of two rows
     norm = BatchNorm(use_running_average=False, axis_name="data", use_fast_variance=fast)
-    variables = norm.init(jax.random.key(0), x[0])
+    variables = jax.jit(norm.init)(jax.random.key(0), x[0])
 
     def kept(weights):
         def apply(x, weights):

@@ -45,7 +45,7 @@ def stats_run(engine, model, mesh, microbatches=1, batches=1, empty=(), rows=8, 
         out, updates = model.apply(variables, x, batch.weights, mutable=["batch_stats"])
         return weighted_sum((out - y) ** 2, batch.weights), updates
 
-    variables = Normalised(None).init(jax.random.key(0), X[:2], np.ones(2))
+    variables = jax.jit(Normalised(None).init)(jax.random.key(0), X[:2], np.ones(2))
     state = StatsState.create(
         apply_fn=None,
         params=variables["params"],

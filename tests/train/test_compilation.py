@@ -30,7 +30,7 @@ SPEC.loader.exec_module(hlo)
 
 RANKS, ROWS = 4, 256  # rows of one rank
 SHAPES = {"w1": (64, 512), "w2": (512, 16)}
-PARAMS = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+PARAMS = {name: jnp.asarray(np.ones(shape, np.float32)) for name, shape in SHAPES.items()}
 LARGE = 256  # entries; the sums of a step have fewer, gradients more
 
 

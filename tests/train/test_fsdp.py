@@ -60,15 +60,19 @@ def batches():
 def one_devices_run(tx):
     params = jax.tree.map(jnp.asarray, PARAMS)
     moments, values = tx.init(params), []
-    for batch in batches():
 
-        def mean(params, batch=batch):
+    @jax.jit
+    def take_step(params, moments, batch):
+        def mean(params):
             found = loss_fn(params, batch)
             return found.total / found.weight
 
-        value, gradients = jax.jit(jax.value_and_grad(mean))(params)
+        value, gradients = jax.value_and_grad(mean)(params)
         updates, moments = tx.update(gradients, moments, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), moments, value
+
+    for batch in batches():
+        params, moments, value = take_step(params, moments, batch)
         values.append(float(value))
     return params, values
 

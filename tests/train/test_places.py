@@ -119,7 +119,7 @@ def normalised_run(x_dtype):
         out, updates = model.apply(variables, x, batch.weights, mutable=["batch_stats"])
         return weighted_sum((out - y) ** 2, batch.weights), updates
 
-    variables = model.init(jax.random.key(0), x, np.ones(8))
+    variables = jax.jit(model.init)(jax.random.key(0), x, np.ones(8))
     state = State.create(
         apply_fn=None,
         params=variables["params"],

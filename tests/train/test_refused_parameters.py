@@ -42,12 +42,12 @@ class Fp8(nn.Module):
 
 def test_fp8_scales_are_no_gradients_to_add_up():
     rows = np.float32(np.random.default_rng(0).normal(size=(8, 16)))
-    batch, variables = Batch.of(rows), Fp8().init(jax.random.key(0), rows)
+    batch, variables = Batch.of(rows), jax.jit(Fp8().init)(jax.random.key(0), rows)
 
     def loss_fn(params, batch):
         return weighted_sum((Fp8().apply(params, batch.data) - 1) ** 2, batch.weights)
 
-    alone = jax.grad(lambda params: loss_fn(params, batch).mean())(variables)
+    alone = jax.jit(jax.grad(lambda params: loss_fn(params, batch).mean()))(variables)
     carried = jax.tree.leaves(alone["_overwrite_with_gradient"])
     state, _ = take_step(variables, optax.sgd(0.1), loss_fn, batch, engine="jit", donate=False)
     found = jax.tree.leaves(state.params["_overwrite_with_gradient"])

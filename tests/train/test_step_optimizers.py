@@ -132,18 +132,17 @@ def test_a_line_search_on_one_ranks_rows_would_go_elsewhere():
     whole = one_device_run(tx, 3)
     params = jax.tree.map(jnp.asarray, START)
     state = tx.init(params)
+
+    @jax.jit
+    def take_step(params, state, batch):
+        first = jax.tree.map(lambda leaf: leaf[:6], batch)
+        value, grad = jax.value_and_grad(mean_loss)(params, batch)
+        extra = {"value": value, "grad": grad, "value_fn": lambda params: mean_loss(params, first)}
+        updates, state = tx.update(grad, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
     for i in range(3):
-        first = jax.tree.map(lambda leaf: leaf[:6], batch_of(i))
-        value, grad = jax.value_and_grad(mean_loss)(params, batch_of(i))
-        updates, state = tx.update(
-            grad,
-            state,
-            params,
-            value=value,
-            grad=grad,
-            value_fn=lambda params, first=first: mean_loss(params, first),
-        )
-        params = optax.apply_updates(params, updates)
+        params, state = take_step(params, state, batch_of(i))
     assert np.max(np.abs(whole["w"] - params["w"])) > 1e-2
 
 

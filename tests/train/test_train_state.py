@@ -19,16 +19,20 @@ from jax_ddp_weighting.train.step_options import STEP_ENGINES
 def reference_losses(plan, epochs, tx):
     """The same run on one device, written with plain JAX and without padding rows."""
     state, losses = new_state(tx), []
+
+    @jax.jit
+    def take_step(state, x, y):
+        def mean(params):
+            return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+        loss, grads = jax.value_and_grad(mean)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
     for epoch in range(epochs):
         for step in range(plan.steps_per_epoch):
             slots = plan.batch(epoch, step)
             ids = slots.ids[slots.weights > 0]
-
-            def mean(params, ids=ids):
-                return jnp.mean((X[ids] @ params["w"] + params["b"] - Y[ids]) ** 2)
-
-            loss, grads = jax.value_and_grad(mean)(state.params)
-            state = state.apply_gradients(grads=grads)
+            state, loss = take_step(state, X[ids], Y[ids])
             losses.append(float(loss))
     return losses, state
 
