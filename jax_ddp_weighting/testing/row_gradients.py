@@ -34,8 +34,12 @@ def differentiate_rows(
 
     trained, whole = _split_model(params, wrt)
     own = per_example_gradients(lambda p, x: losses_of(whole(p), x)[0], trained, examples)
-    weights = jax.vmap(lambda x: jnp.asarray(losses_of(whole(trained), x)[1], float))(examples)
-    weights = np.asarray(weights, float)
+
+    def weigh(trained: PyTree, example: Any) -> Any:
+        return jnp.asarray(losses_of(whole(trained), example)[1], float)
+
+    # compiled, which leaves out the losses that no weight is made of
+    weights = np.asarray(jax.jit(jax.vmap(weigh, (None, 0)))(trained, examples), float)
     if not np.isfinite(weights).all() or (weights < 0).any():
         raise ValueError(
             "diagnose_step: loss_of_example must return weights that are finite and at least 0, "
