@@ -155,13 +155,13 @@ def per_example_gradients(
                     f" {jnp.result_type(leaf)} at params{jax.tree_util.keystr(path)}. What is no"
                     " parameter the functions may close over."
                 )
-        return jax.jit(jax.vmap(jax.grad(loss_of), in_axes=(None, 0)))(params, examples)
+        return jax.vmap(jax.grad(loss_of), in_axes=(None, 0))(params, examples)
     graph, state, rest = nnx.split(params, nnx.Param if wrt is None else wrt, ...)
 
     def loss_of_state(state: Any, example: Any) -> Any:
         return loss_of(nnx.merge(graph, state, rest), example)
 
-    return jax.jit(jax.vmap(jax.grad(loss_of_state), in_axes=(None, 0)))(state, examples)
+    return jax.vmap(jax.grad(loss_of_state), in_axes=(None, 0))(state, examples)
 
 
 def _flatten(
